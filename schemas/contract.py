@@ -1,0 +1,154 @@
+"""The contract of both doors: strict JSON, then the JSON Schema, then the rules that a schema can't say."""
+
+import json
+import math
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jiter
+import jsonschema_rs
+
+from schemas import rules
+from schemas.failures import Failure
+from schemas.requests import Endpoint
+
+SCHEMA_FILES: dict[Endpoint, str] = {"/v1/completions": "completion_request.schema.json"}
+
+# Only a number with an exponent or with hundreds of digits can overflow to infinity.
+_MAY_OVERFLOW = re.compile(rb"[0-9][eE]\+?[0-9]|[0-9]{300}")
+_FOUND_LENGTH = 60
+
+
+def parse_strict(text: bytes) -> Any | Failure:
+    """The value that one JSON text holds, or a Failure (400, `invalid_json`) that gives the column.
+
+    Stricter than Python's json: no duplicate key, no NaN or infinity (nor a number that overflows to one), no invalid
+    UTF-8, no lone surrogate, no nesting that exhausts the stack. Integers of any size stay exact.
+    """
+    try:
+        value = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
+    except ValueError as error:
+        return Failure(400, "invalid_json", _explain_parse_error(text, str(error)))
+    if _MAY_OVERFLOW.search(text) and (path := _overflowed(value, "")) is not None:
+        message = f"{path or 'the line'}: found a number beyond the range of a 64-bit float (about 1.8e308)"
+        return Failure(400, "invalid_json", message, path or None)
+    return value
+
+
+def check_body(body: Any, endpoint: Endpoint) -> Failure | None:
+    """The first fault of a request body that was parsed strictly, or None when it may go on to the engine.
+
+    A breach of the JSON Schema is a 422 with reason `schema`; a broken rule has its own status and reason.
+    """
+    validator = _validator(endpoint)
+    if not validator.is_valid(body):
+        return _explain_schema_error(next(validator.iter_errors(body)), body)
+    return rules.broken_rule(body)
+
+
+@cache
+def _validator(endpoint: Endpoint) -> jsonschema_rs.Draft202012Validator:
+    text = resources.files(__package__).joinpath(SCHEMA_FILES[endpoint]).read_text()
+    return jsonschema_rs.Draft202012Validator(json.loads(text))
+
+
+# --- explanations ---------------------------------------------------------------------------------------------------
+
+
+def _explain_parse_error(text: bytes, error: str) -> str:
+    what, _, column = error.partition(" at line 1 column ")
+    if what == "trailing characters":
+        what = "found more after the end of the JSON value; a line holds one object alone"
+    elif what.startswith("EOF"):
+        what = "the line ends inside the JSON value; an object must stand on one line, whole"
+    elif what.startswith("Detected duplicate key"):
+        what = f"found the key {what.removeprefix('Detected duplicate key ')} twice; keep one"
+    elif what == "invalid unicode code point":
+        what = "found bytes that are no UTF-8; save the file as UTF-8"
+    elif what == "recursion limit exceeded":
+        what = "found values nested too deep"
+    elif text.lstrip()[:1] not in b"{[":
+        what = f"found {_shorten(text.decode(errors='replace'))}, expected a JSON object"
+    return f"not valid JSON: {what}" + (f" (column {column})" if column else "")
+
+
+def _overflowed(value: Any, path: str) -> str | None:
+    """The path of the first infinite number in a value, if any."""
+    if isinstance(value, float):
+        return path if math.isinf(value) else None
+    if isinstance(value, dict):
+        children = ((f"{path}.{key}" if path else key, child) for key, child in value.items())
+    elif isinstance(value, list):
+        children = ((f"{path}[{index}]", child) for index, child in enumerate(value))
+    else:
+        return None
+    return next((found for name, child in children if (found := _overflowed(child, name)) is not None), None)
+
+
+def _explain_schema_error(error: jsonschema_rs.ValidationError, body: Any) -> Failure:
+    error, types = _most_telling(error)
+    path = _path(error.instance_path, body)
+    expected = f"expected {' or '.join(types)}" if types else _bound(error)
+    message = f"{path or 'the request'}: found {_shorten(_to_json(error.instance))}, {expected}"
+    return Failure(422, "schema", message, path or None)
+
+
+def _most_telling(error: jsonschema_rs.ValidationError) -> tuple[jsonschema_rs.ValidationError, list[str]]:
+    """The error to report, and the types that would do where the type is the fault.
+
+    Of alternatives, the one that came furthest is what its writer meant: one that already fails by the value's own
+    type tells least; of the others, the one with the fewest faults.
+    """
+    kind = error.kind
+    if isinstance(kind, jsonschema_rs.ValidationErrorKind.Type):
+        return error, _types(kind)
+    if not isinstance(kind, jsonschema_rs.ValidationErrorKind.AnyOf):
+        return error, []
+    own_path = error.instance_path
+    close = [
+        branch for branch in kind.context if not (_is_type_error(branch[0]) and branch[0].instance_path == own_path)
+    ]
+    if close:
+        best = min(close, key=len)
+        return _most_telling(best[0])
+    return error, list(dict.fromkeys(name for branch in kind.context for name in _types(branch[0].kind)))
+
+
+def _is_type_error(error: jsonschema_rs.ValidationError) -> bool:
+    return isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Type)
+
+
+def _types(kind: Any) -> list[str]:
+    types = kind.types
+    return [types] if isinstance(types, str) else [str(name) for name in types]
+
+
+def _bound(error: jsonschema_rs.ValidationError) -> str:
+    """What was expected, from the library's sentence `<value> is less than the minimum of 0`."""
+    message: str = error.message
+    value = _to_json(error.instance)
+    return "which " + message.removeprefix(value).strip() if message.startswith(value) else message
+
+
+def _path(steps: list[str | int], body: Any) -> str:
+    """`["prompt", 3]` as `prompt[3]`; a step into an object is a name even when it looks like a number."""
+    path = ""
+    here = body
+    for step in steps:
+        if isinstance(here, dict):
+            path += f".{step}" if path else str(step)
+            here = here[str(step)]
+        else:
+            path += f"[{step}]"
+            here = here[int(step)]
+    return path
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _FOUND_LENGTH else f"{text[:_FOUND_LENGTH]}… ({len(text):,} characters)"

@@ -1,0 +1,62 @@
+"""How anything that goes wrong with one request is told: at both doors the same status, type, reason and words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ERROR_TYPES: Mapping[int, str] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "RequestTooLargeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one request has no answer.
+
+    `status_code` is the HTTP status that the online door gives; `reason` is our stable name for the fault (snake
+    case); `param` is the path of the field at fault, such as `prompt[3]`, where one is.
+    """
+
+    status_code: int
+    reason: str
+    message: str
+    param: str | None = None
+
+    @property
+    def type(self) -> str:
+        return ERROR_TYPES.get(self.status_code, "InternalServerError")
+
+    def body(self) -> dict[str, Any]:
+        """The body that the API sends: `{"error": {"message", "type", "param", "code", "reason"}}`."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.status_code,
+                "reason": self.reason,
+            }
+        }
+
+
+class UsageError(Exception):
+    """The command can't be carried out as given. Its text is one line for a person: what, and what to do."""
+
+
+class EngineUnusable(Exception):
+    """The engine can't answer this request or any other one; the fault isn't the request's.
+
+    `reason` says why, on one line; Ray adds words of its own to an exception's text on the way.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

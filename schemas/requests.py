@@ -1,0 +1,76 @@
+"""A request and what becomes of it: the records that pass through the engine's seam."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from schemas.failures import Failure
+
+Endpoint = Literal["/v1/completions"]
+Lane = Literal["batch", "online"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One accepted request. `body` is the original JSON text, so that nothing on the way can change it."""
+
+    id: str
+    endpoint: Endpoint
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds that a request spent: waiting for a place, until its first token, in all. None: not known."""
+
+    queue_ms: float | None
+    first_token_ms: float | None
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The last event of a request that was answered. `body` is the response, as the online door sends it."""
+
+    body: dict[str, Any]
+    timing: Timing
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = self.body.get("usage") or {}
+        return usage
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that has no answer."""
+
+    failure: Failure
+
+
+Event = Answered | Failed
+
+
+@dataclass(slots=True)
+class Tally:
+    """Rows and tokens of some part of a run; adds up."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    # Rows that ended at the default of 16 tokens without having asked for a number of tokens.
+    num_cut_by_default: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_done(self) -> int:
+        return self.num_answered + self.num_failed
+
+    def add(self, other: "Tally") -> None:
+        self.num_answered += other.num_answered
+        self.num_failed += other.num_failed
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.num_cut_by_default += other.num_cut_by_default
+        for reason, number in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + number

@@ -1,0 +1,131 @@
+"""The Arrow schemas of what is published, and of what passes between stages.
+
+Published tables have the same columns whatever the rows hold: nested API objects are JSON strings.
+"""
+
+import pyarrow as pa
+
+VERSION = "1"
+
+# Parquet names the items of a list so: what is read is then what was written.
+_TEXTS = pa.list_(pa.field("element", pa.string()))
+
+
+def _schema(name: str, *fields: tuple[str, pa.DataType, str]) -> pa.Schema:
+    """A table's schema; a column that ends in `?` may be null. The third word of a field says what it holds."""
+    return pa.schema(
+        [
+            pa.field(column.rstrip("?"), kind, nullable=column.endswith("?"), metadata={"description": text})
+            for column, kind, text in fields
+        ],
+        metadata={"overnight.table": name, "overnight.version": VERSION},
+    )
+
+
+_ID = ("id", pa.string(), "the caller's custom_id or request_id, else file:line")
+_FILE = ("source_file", pa.string(), "the input file, as it was named or found")
+_LINE = ("source_line", pa.int64(), "physical line number in the (decompressed) file, from 1")
+_LINE_OR_NONE = ("source_line?", pa.int64(), "physical line number, from 1; null for a fault of a whole file")
+_OFFSET = ("source_offset", pa.int64(), "byte offset of the line in the (decompressed) file")
+_OFFSET_OR_NONE = ("source_offset?", pa.int64(), "byte offset of the line; null for a fault of a whole file")
+
+RESPONSES = _schema(
+    "responses",
+    _ID,
+    _FILE,
+    _LINE,
+    _OFFSET,
+    ("endpoint", pa.string(), "the API path that answered, such as /v1/completions"),
+    ("model", pa.string(), "the served model's name"),
+    ("prompt?", pa.string(), "the prompt, where it is one text"),
+    ("request", pa.large_string(), "the original request body, JSON"),
+    ("response", pa.large_string(), "the response body, JSON, as the online API sends it"),
+    ("text", _TEXTS, "the generated texts, by choice"),
+    ("finish_reason", _TEXTS, "why each choice ended"),
+    ("created", pa.timestamp("ms", tz="UTC"), "when the response was made"),
+    ("extra?", pa.string(), "the caller's own columns, JSON"),
+    ("fingerprint?", pa.string(), "hash of all that decides the answer"),
+)
+
+USAGE = _schema(
+    "usage",
+    _ID,
+    _FILE,
+    _LINE,
+    ("model", pa.string(), "the served model's name"),
+    ("prompt_tokens", pa.int64(), "tokens of the prompt"),
+    ("completion_tokens", pa.int64(), "tokens of the returned choices"),
+    ("total_tokens", pa.int64(), "both together"),
+    ("cached_tokens?", pa.int64(), "prompt tokens found in the prefix cache"),
+    ("search_tokens?", pa.int64(), "tokens that a beam search computed; null without one"),
+    ("queue_ms?", pa.float64(), "milliseconds in the engine's queue"),
+    ("first_token_ms?", pa.float64(), "milliseconds from leaving the queue to the first token"),
+    ("total_ms", pa.float64(), "milliseconds from entering the engine to the last token"),
+    ("replica", pa.string(), "the engine that answered"),
+    ("attempt", pa.int32(), "1, or more where the row was tried again"),
+    ("is_deduplicated", pa.bool_(), "answered by an equal request's answer"),
+)
+
+ERRORS = _schema(
+    "errors",
+    _ID,
+    _FILE,
+    _LINE_OR_NONE,
+    _OFFSET_OR_NONE,
+    ("stage", pa.string(), "where it failed: read, validate or infer"),
+    ("status_code", pa.int32(), "the HTTP status that the online API gives for this fault"),
+    ("type", pa.string(), "the API's error type"),
+    ("reason", pa.string(), "stable name of the fault"),
+    ("param?", pa.string(), "path of the field at fault"),
+    ("message", pa.string(), "what was found, what was expected, what to do"),
+    ("raw?", pa.binary(), "the line as it was read, cut to 64 KiB"),
+    ("attempts", pa.int32(), "how many times it was tried; 0 before the engine"),
+)
+
+PUBLISHED = {"responses": RESPONSES, "usage": USAGE, "errors": ERRORS}
+
+# --- between stages -------------------------------------------------------------------------------------------------
+
+_INDEX = pa.field("source_index", pa.int32(), nullable=False)
+
+# read adds these; a line whose file broke has a null `line` and its fault in `message`.
+LINES = pa.schema(
+    [
+        _INDEX,
+        RESPONSES.field("source_file"),
+        pa.field("source_line", pa.int64()),
+        pa.field("source_offset", pa.int64()),
+        pa.field("line", pa.large_binary()),
+        pa.field("message", pa.string()),
+    ]
+)
+
+# validate turns lines into these two, side by side in one table: a row has a request or a reason.
+REQUESTS = pa.schema(
+    [
+        _INDEX,
+        pa.field("id", pa.string()),
+        RESPONSES.field("source_file"),
+        pa.field("source_line", pa.int64()),
+        pa.field("source_offset", pa.int64()),
+        pa.field("endpoint", pa.string()),
+        pa.field("request", pa.large_string()),
+        pa.field("extra", pa.string()),
+    ]
+)
+_FAULT_COLUMNS = ["stage", "status_code", "type", "reason", "param", "message", "raw", "attempts"]
+FAULTS = pa.schema([ERRORS.field(column).with_nullable(True) for column in _FAULT_COLUMNS])
+CHECKED = pa.schema([*REQUESTS, *FAULTS])
+REJECTIONS = pa.schema([_INDEX, *ERRORS])
+
+# infer stages these: an answer or a fault.
+_ANSWER_COLUMNS = [name for name in RESPONSES.names if name not in REQUESTS.names]
+_USAGE_COLUMNS = [name for name in USAGE.names if name not in RESPONSES.names]
+OUTCOMES = pa.schema(
+    [
+        *REQUESTS,
+        *(RESPONSES.field(column).with_nullable(True) for column in _ANSWER_COLUMNS),
+        *(USAGE.field(column).with_nullable(True) for column in _USAGE_COLUMNS),
+        *FAULTS,
+    ]
+)
