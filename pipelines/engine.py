@@ -1,0 +1,281 @@
+"""The engine: vLLM in this process, behind one verb. Only this module imports vLLM, and only once an engine starts.
+
+`generate` is what batch, beams and the online door call. vLLM's own completion handler does the work, so bodies,
+log-probabilities and usage are vLLM's. The engine lives on an event-loop thread of its own: callers may be threads
+(`submit`) or coroutines of that loop (`generate`). vLLM's exceptions are translated here and nowhere else.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import logging
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import jiter
+
+from pipelines import machine
+from pipelines.model import Model, resolve
+from schemas.failures import EngineUnusable, Failure
+from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
+from schemas.settings import EngineSettings
+
+log = logging.getLogger("overnight.engine")
+T = TypeVar("T")
+
+# An idle engine needs about 10 s on a slow machine to end by itself; after this it is killed.
+_SHUTDOWN_S = 20
+
+
+class Engine(Protocol):
+    """What answers requests. The seam between the doors and vLLM; the tests' deterministic engine is one, too."""
+
+    def generate(
+        self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
+    ) -> AsyncIterator[Event]:
+        """The events of one request; the last one is an Answered or a Failed.
+
+        `priority`: lower is earlier; None means what the body says. `deadline`: `time.time()` at which to give up.
+        Raises EngineUnusable when the fault is the engine's and not the request's.
+        """
+        ...
+
+    def submit(self, request: Request, *, lane: Lane) -> "concurrent.futures.Future[Answered | Failed]":
+        """Start a request from any thread; the future holds its last event."""
+        ...
+
+    def close(self) -> None:
+        """End the engine and its processes. Requests in flight fail. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """How to start an engine, on whichever machine it is called: picklable, and light until then."""
+
+    model: str | None
+    served_names: tuple[str, ...]
+    settings: EngineSettings
+    num_replicas: int
+    num_cores: int | None
+
+    def __call__(self) -> Engine:
+        """Bring the model to this machine, load it and wait until it can answer. Raises EngineUnusable."""
+        return VllmEngine.start(
+            resolve(self.model),
+            self.served_names,
+            self.settings,
+            num_replicas=self.num_replicas,
+            num_cores=self.num_cores,
+        )
+
+
+class VllmEngine:
+    """vLLM's AsyncLLM and completion handler. Made with `start`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, claim: machine.CoreClaim | None
+    ) -> None:
+        self._loop = loop
+        self._thread = thread
+        self._claim = claim
+        self._llm: Any = None
+        self._completions: Any = None
+
+    @classmethod
+    def start(
+        cls,
+        model: Model,
+        served_names: tuple[str, ...],
+        settings: EngineSettings,
+        *,
+        num_replicas: int = 1,
+        num_cores: int | None = None,
+    ) -> "VllmEngine":
+        """Load a model and wait until it can answer.
+
+        `num_replicas`: how many engines share this machine's memory. `num_cores`: the CPU cores to take of it.
+        Raises EngineUnusable with vLLM's reason when it doesn't start.
+        """
+        from vllm.platforms import current_platform
+
+        claim = None
+        environment: dict[str, str] = {}
+        if current_platform.is_cpu():
+            claim = machine.CoreClaim(settings.cores or num_cores or machine.count_cores())
+            choices = machine.cpu_arguments(settings, num_replicas)
+            environment = machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
+        else:
+            choices = machine.gpu_arguments(settings)
+        for choice in choices:
+            log.info("%s=%s: %s", choice.name, choice.value, choice.reason)
+        arguments = {choice.name: choice.value for choice in choices}
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="engine", daemon=True)
+        engine = cls(loop, thread, claim)
+        thread.start()
+        try:
+            with machine.environment(environment):
+                engine._run(engine._load(model, served_names, settings, arguments))
+        except BaseException as error:
+            engine.close()
+            if not isinstance(error, Exception):
+                raise
+            raise EngineUnusable(f"the engine didn't start: {_one_line(error)}") from error
+        return engine
+
+    async def _load(
+        self, model: Model, served_names: tuple[str, ...], settings: EngineSettings, arguments: dict[str, Any]
+    ) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        from vllm.renderers.online_renderer import OnlineRenderer
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model.path,
+                served_model_name=list(served_names) or [model.name],
+                max_model_len=settings.max_model_len,
+                max_logprobs=settings.max_logprobs,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                seed=settings.seed,
+                enable_prefix_caching=True,
+                scheduling_policy="priority",
+                enable_log_requests=False,
+                **arguments,
+            )
+        )
+        models = OpenAIServingModels(
+            self._llm,
+            [BaseModelPath(name=name, model_path=model.path) for name in served_names or (model.name,)],
+        )
+        renderer = OnlineRenderer(
+            self._llm.model_config,
+            self._llm.renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+        )
+        self._completions = OpenAIServingCompletion(
+            self._llm,
+            models,
+            online_renderer=renderer,
+            request_logger=None,
+            enable_prompt_tokens_details=True,
+            enable_per_request_metrics=True,
+        )
+
+    async def generate(
+        self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
+    ) -> AsyncIterator[Event]:
+        # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
+        task = asyncio.ensure_future(self._complete(request, priority))
+        try:
+            timeout = None if deadline is None else max(0.0, deadline - time.time())
+            done, _ = await asyncio.wait({task}, timeout=timeout)
+        except asyncio.CancelledError:
+            await _cancel(task)
+            raise
+        if done:
+            yield task.result()
+            return
+        await _cancel(task)
+        yield Failed(Failure(504, "deadline_exceeded", "the request's deadline passed before it was answered"))
+
+    def submit(self, request: Request, *, lane: Lane) -> "concurrent.futures.Future[Answered | Failed]":
+        return asyncio.run_coroutine_threadsafe(self._last_event(request, lane), self._loop)
+
+    async def _last_event(self, request: Request, lane: Lane) -> Answered | Failed:
+        events = [event async for event in self.generate(request, lane=lane)]
+        return events[-1]
+
+    async def _complete(self, request: Request, priority: int | None) -> Answered | Failed:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+        started = time.monotonic()
+        body = jiter.from_json(request.body.encode())
+        # vLLM keys its own state by this id; a caller may repeat his.
+        body["request_id"] = f"{body.get('request_id') or request.id}-{uuid.uuid4().hex[:12]}"
+        if priority is not None:
+            body["priority"] = priority
+        try:
+            result = await self._completions.create_completion(CompletionRequest.model_validate(body))
+        except Exception as error:
+            return Failed(self._translate(error))
+        if isinstance(result, ErrorResponse):
+            told = result.error
+            return Failed(_failure(told.code, told.message, told.param))
+        assert isinstance(result, CompletionResponse), "a batch request doesn't stream"
+        if any(choice.finish_reason == "abort" for choice in result.choices):
+            self._raise_if_dead()
+            return Failed(Failure(500, "aborted", "the engine gave the request up before it was answered"))
+        metrics, result.metrics = result.metrics, None
+        timing = Timing(
+            queue_ms=metrics.queue_time_ms if metrics else None,
+            first_token_ms=metrics.time_to_first_token_ms if metrics else None,
+            total_ms=(time.monotonic() - started) * 1000,
+        )
+        answer = result.model_dump(mode="json")
+        answer.pop("metrics", None)
+        return Answered(answer, timing)
+
+    def _translate(self, error: Exception) -> Failure:
+        """What an exception of vLLM means for the request. Raises EngineUnusable when it isn't about the request."""
+        from pydantic import ValidationError
+        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            raise EngineUnusable("the engine's process has died") from error
+        self._raise_if_dead()
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            path = ".".join(map(str, first["loc"])) or None
+            return Failure(400, "invalid_request", first["msg"].removeprefix("Value error, "), path)
+        told = create_error_response(error).error
+        return _failure(told.code, told.message, told.param)
+
+    def _raise_if_dead(self) -> None:
+        if self._llm.errored:
+            raise EngineUnusable("the engine's process has died")
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        llm, self._llm, self._completions = self._llm, None, None
+        if llm is not None:
+            self._loop.call_soon_threadsafe(llm.shutdown, _SHUTDOWN_S)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=_SHUTDOWN_S + 10)
+            del llm
+            # vLLM's finalizers need modules that are gone when the interpreter ends: run them now.
+            gc.collect()
+        if self._claim is not None:
+            self._claim.release()
+
+
+async def _cancel(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task
+
+
+def _failure(status_code: int, message: str, param: str | None) -> Failure:
+    reasons = {400: "invalid_request", 404: "unknown_model", 503: "overloaded"}
+    return Failure(status_code, reasons.get(status_code, "engine_error"), message, param)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

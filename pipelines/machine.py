@@ -1,0 +1,177 @@
+"""The machine that a replica runs on, and the engine settings that keep it busy.
+
+vLLM's defaults are made for a GPU server that somebody waits for; on a small CPU machine they leave half of the speed
+behind. Each setting chosen here is told with its reason and yields to one that was given.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from schemas.failures import EngineUnusable
+from schemas.settings import EngineSettings
+
+_GIB = 1 << 30
+_CPU_INFO = Path("/proc/cpuinfo")
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+_TCMALLOC_FOLDERS = (
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+)
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU has matrix kernels for bf16: oneDNN has none below AVX-512, and what stands in is many times
+    slower than float32."""
+    flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text(), re.MULTILINE)).split())
+    return bool(flags & {"avx512f", "amx_bf16", "bf16"})
+
+
+def count_cores() -> int:
+    """The cores that this process may use: its affinity, cut by the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CGROUP_QUOTA.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def free_memory_bytes() -> int:
+    """Memory that can still be had, cut by the container's limit."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = _CGROUP_MEMORY.read_text().strip()
+        return int(available) if limit == "max" else min(int(available), int(limit))
+    except (OSError, ValueError):
+        return int(available)
+
+
+class CoreClaim:
+    """Cores that this replica alone binds its threads to, of those of the machine; a lock file each.
+
+    The kernel lets go of the locks when the process ends, however it ends.
+    """
+
+    def __init__(self, num_cores: int) -> None:
+        """Claim `num_cores` free cores. Raises EngineUnusable where so many are not free."""
+        folder = Path(tempfile.gettempdir()) / f"overnight-cores-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self.cores: list[int] = []
+        self._locks: list[FileLock] = []
+        for core in sorted(os.sched_getaffinity(0)):
+            if len(self.cores) == num_cores:
+                break
+            lock = FileLock(folder / f"{core}.lock", thread_local=False)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                continue
+            self.cores.append(core)
+            self._locks.append(lock)
+        if len(self.cores) < num_cores:
+            self.release()
+            raise EngineUnusable(
+                f"this replica needs {num_cores} CPU cores of its own and other replicas on this machine hold them. "
+                "Wait for the other run, or give fewer --replicas or --engine cores=N"
+            )
+
+    def release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One engine argument and why it has its value."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+def cpu_arguments(settings: EngineSettings, num_replicas: int) -> list[Choice]:
+    """Engine arguments for a replica on CPU cores."""
+    # A quarter of what is free leaves room for weights, activations, logits and Ray's object store.
+    kv_gib = settings.kv_cache_gib or max(0.25, min(16.0, free_memory_bytes() / _GIB / 4 / num_replicas))
+    dtype = Choice("dtype", settings.dtype, "as given, or the model's own")
+    if settings.dtype == "auto" and not has_fast_bf16():
+        dtype = Choice("dtype", "float32", "this CPU has no fast kernels for bf16")
+    return [
+        dtype,
+        Choice(
+            "kv_cache_memory_bytes",
+            int(kv_gib * _GIB),
+            "a share of the free memory; also spares the warm-up run",
+        ),
+        _choose(settings, "block_size", 32, "the smallest on CPU; attention there is fastest with it"),
+        _choose(settings, "max_num_seqs", 256, "wide steps use the cores best"),
+        _choose(settings, "max_num_batched_tokens", 4096, "prompts are computed many at a time"),
+        _choose(settings, "enforce_eager", True, "compiling takes a minute and gains little on a CPU"),
+    ]
+
+
+def gpu_arguments(settings: EngineSettings) -> list[Choice]:
+    """Engine arguments for a replica on GPUs: vLLM's own choices for throughput."""
+    return [
+        Choice("dtype", settings.dtype, "as given, or the model's own"),
+        _choose(settings, "gpu_memory_utilization", 0.92, "vLLM's default; a replica has its GPUs for itself"),
+        _choose(settings, "max_num_seqs", 1024, "nobody waits for a single row"),
+        _choose(settings, "max_num_batched_tokens", 16384, "prompts are computed many at a time"),
+        _choose(settings, "enforce_eager", False, "compiled graphs pay on a GPU"),
+    ]
+
+
+def _choose(settings: EngineSettings, name: str, value: Any, reason: str) -> Choice:
+    given = getattr(settings, name)
+    return Choice(name, value, reason) if given is None else Choice(name, given, "as given")
+
+
+def cpu_environment(cores: list[int], tensor_parallel_size: int) -> dict[str, str]:
+    """Environment of the engine's processes: threads bound to `cores`, and fast libraries loaded before all others."""
+    ranks = [cores[rank::tensor_parallel_size] for rank in range(tensor_parallel_size)]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, rank)) for rank in ranks)}
+    preloaded = [*os.environ.get("LD_PRELOAD", "").split(":"), *find_libraries()]
+    if wanted := ":".join(dict.fromkeys(path for path in preloaded if path)):
+        environment["LD_PRELOAD"] = wanted
+    return environment
+
+
+def find_libraries() -> list[str]:
+    """tcmalloc, from the system or from vLLM, and Intel's OpenMP, from this environment: those that are there."""
+    site = Path(next(path for path in sys.path if path.endswith("site-packages")))
+    tcmalloc = [site / "vllm" / "libs", *map(Path, _TCMALLOC_FOLDERS)]
+    found = [
+        next((path for folder in tcmalloc for path in sorted(folder.glob("libtcmalloc_minimal*.so.*"))), None),
+        next(iter(Path(sys.prefix, "lib").glob("libiomp5.so")), None),
+    ]
+    return [str(path) for path in found if path]
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside the block; afterwards all is as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,173 @@
+"""Read: input files to lines, as bytes with their place. Nothing is interpreted here.
+
+Adds the columns of `tables.LINES`. A line ends with 0x0A; blank lines are no rows but count as lines.
+"""
+
+import glob
+import gzip
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pyarrow as pa
+
+from pipelines.storage import explain, open_store
+from schemas import tables
+from schemas.failures import UsageError
+
+SUFFIXES = tuple(name + packed for name in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
+# Lines pass between stages in blocks of about this size.
+BLOCK_BYTES = 4 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input file: its place in the order of the run, the name that tables show, and its address."""
+
+    index: int
+    name: str
+    uri: str
+    size_bytes: int
+    # Changes when the file does: the store's etag, else the time of modification.
+    version: str
+
+
+def find_inputs(inputs: tuple[str, ...]) -> list[InputFile]:
+    """The files that `inputs` (files, folders, globs, URIs) name, each once, in order.
+
+    A folder stands for the files below it that end in one of SUFFIXES and don't begin with `.` or `_`.
+    Raises UsageError for an input that isn't there, can't be read, or holds no such file.
+    """
+    found: dict[str, InputFile] = {}
+    for spec in inputs:
+        fs, root = open_store(spec)
+        for path in _expand(spec, fs, root):
+            uri = path if not _is_remote(spec) else fs.unstrip_protocol(path)
+            if uri not in found:
+                found[uri] = _describe(len(found), _show(spec, path, uri), uri, fs, path)
+    return list(found.values())
+
+
+def lines(files: list[InputFile]) -> Any:
+    """A Ray dataset of `tables.LINES`: one task a file, in blocks in the file's order."""
+    import ray.data
+
+    items = [asdict(file) for file in files]
+    return ray.data.from_items(items, override_num_blocks=max(1, len(items))).map_batches(
+        read_files, batch_format="pyarrow", batch_size=1, zero_copy_batch=True
+    )
+
+
+def read_files(batch: pa.Table) -> Iterator[pa.Table]:
+    """The lines of the files that a batch of InputFile rows describes."""
+    for item in batch.to_pylist():
+        yield from read_file(InputFile(**item))
+
+
+def read_file(file: InputFile, block_bytes: int = BLOCK_BYTES) -> Iterator[pa.Table]:
+    """The lines of one file as blocks of `tables.LINES`, without their line ends.
+
+    When the file breaks off (a truncated archive, a store's error), what was read stands, and a last row with a null
+    `line` carries the fault in `message`.
+    """
+    rows: list[dict[str, Any]] = []
+    size = 0
+    message = None
+    offset = 0
+    number = 0
+    try:
+        fs, path = open_store(file.uri)
+        with fs.open(path, "rb") as raw, _decompress(raw) as stream:
+            for number, line in enumerate(stream, start=1):
+                start, offset = offset, offset + len(line)
+                text = line.rstrip(b"\r\n")
+                if number == 1:
+                    text = text.removeprefix(_BYTE_ORDER_MARK)
+                if not text.strip():
+                    continue
+                rows.append(_row(file, number, start, text, None))
+                size += len(text)
+                if size >= block_bytes:
+                    yield pa.Table.from_pylist(rows, schema=tables.LINES)
+                    rows, size = [], 0
+    except (OSError, EOFError, ValueError, UsageError) as error:
+        message = f"{file.name}: breaks off after line {number} ({explain(error)}); get the whole file"
+        rows.append(_row(file, None, None, None, message))
+    yield pa.Table.from_pylist(rows, schema=tables.LINES)
+
+
+def _row(
+    file: InputFile, number: int | None, offset: int | None, line: bytes | None, message: str | None
+) -> dict[str, Any]:
+    return {
+        "source_index": file.index,
+        "source_file": file.name,
+        "source_line": number,
+        "source_offset": offset,
+        "line": line,
+        "message": message,
+    }
+
+
+def _decompress(raw: IO[bytes]) -> IO[bytes]:
+    """The stream unpacked, by what its first bytes say rather than by its name."""
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+    if magic == b"\x28\xb5\x2f\xfd":
+        return cast("IO[bytes]", io.BufferedReader(pa.input_stream(raw, compression="zstd"), 1 << 20))
+    return raw
+
+
+def _is_remote(spec: str) -> bool:
+    return "://" in spec and not spec.startswith("file://")
+
+
+def _expand(spec: str, fs: Any, root: str) -> list[str]:
+    """The paths that one input names, in its store's own form. Raises UsageError where there are none."""
+    try:
+        if glob.has_magic(root):
+            paths = sorted(path for path in fs.glob(root) if fs.isfile(path))
+            if not paths:
+                raise UsageError(f"{spec}: no file matches. Check the pattern (quoted, if the shell would expand it)")
+            return paths
+        if fs.isfile(root):
+            return [root]
+        if fs.isdir(root):
+            below = (path for path in fs.find(root) if path.endswith(SUFFIXES))
+            paths = sorted(path for path in below if not _is_hidden(path[len(root) :]))
+            if not paths:
+                raise UsageError(f"{spec}: holds no file that ends in {', '.join(SUFFIXES)}. Name the files, or a glob")
+            return paths
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{spec}: can't be read ({explain(error)})") from error
+    raise UsageError(f"{spec}: no such file or folder. Check --input")
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.split("/"))
+
+
+def _show(spec: str, path: str, uri: str) -> str:
+    """How tables name a file: relative where the user's own words were."""
+    if _is_remote(spec):
+        return uri
+    return path if Path(spec).is_absolute() or spec.startswith("file://") else os.path.relpath(path)
+
+
+def _describe(index: int, name: str, uri: str, fs: Any, path: str) -> InputFile:
+    try:
+        info = fs.info(path)
+        with fs.open(path, "rb") as stream:
+            stream.read(1)
+    except Exception as error:
+        raise UsageError(f"{name}: can't be read ({explain(error)}). Check its permissions") from error
+    version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("LastModified")
+    return InputFile(index, name, uri, int(info["size"]), str(version))

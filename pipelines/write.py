@@ -1,0 +1,239 @@
+"""Write: stage finished rows durably, then publish a run in input order as an immutable folder of Parquet files.
+
+OUT/runs/<run id>/{responses,usage,errors}/part-*.parquet  manifest.json  _SUCCESS
+OUT/manifest.json        the newest run's manifest, swapped last: readers start here
+OUT/_work/<run id>/      spool, rejections and staged parts; removed after publishing unless kept
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipelines.storage import Folder
+from schemas import tables
+from schemas.failures import UsageError
+from schemas.plans import Part, Plan
+
+PART_BYTES = 256 << 20
+ROW_GROUP_BYTES = 32 << 20
+_OWN_NAMES = {"runs", "_work", "manifest.json"}
+_INPUT_ORDER = [("source_index", "ascending"), ("source_line", "ascending")]
+
+
+def check_output(output: Folder) -> None:
+    """Raises UsageError where the folder can't be written to, or holds what isn't ours."""
+    names = [name for name in output.names() if not name.startswith(".")]
+    if foreign := sorted(set(names) - _OWN_NAMES):
+        raise UsageError(
+            f"{output.show()}: holds {foreign[0]}, which isn't of a run. Give an --output folder that is new, "
+            "empty, or of earlier runs"
+        )
+    output.check_writable()
+
+
+@dataclass(frozen=True)
+class Stager:
+    """Keeps finished rows as small parts, named after chunk and attempt, until the run is published."""
+
+    work: Folder
+
+    def begin(self, chunk: int) -> int:
+        """The number of a new attempt at a chunk: one more than the newest that left a part."""
+        names = self._folder(chunk).names()
+        return 1 + max((int(name.partition("-")[0]) for name in names if name[0].isdigit()), default=0)
+
+    def put(self, chunk: int, attempt: int, sequence: int, rows: pa.Table) -> str:
+        """Make rows (`tables.OUTCOMES`) durable; returns the part's name within the chunk."""
+        name = f"{attempt:03d}-{sequence:05d}.parquet"
+        with self._folder(chunk).create(name) as stream:
+            pq.write_table(rows, stream, compression="zstd")
+        return name
+
+    def read(self, chunk: int, parts: Iterable[str]) -> pa.Table:
+        """The outcomes of one chunk, in input order."""
+        read = []
+        for part in parts:
+            with self._folder(chunk).open(part) as stream:
+                read.append(pq.read_table(stream).cast(tables.OUTCOMES))
+        return pa.concat_tables([tables.OUTCOMES.empty_table(), *read]).sort_by(_INPUT_ORDER)
+
+    def _folder(self, chunk: int) -> Folder:
+        return self.work.join("staged", f"{chunk:08d}")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a run's folder holds: rows by table, and the files with their rows and checksums."""
+
+    num_rows: dict[str, int]
+    files: list[dict[str, Any]]
+
+
+def publish_tables(
+    run: Folder,
+    plan: Plan,
+    stager: Stager,
+    staged: Mapping[int, tuple[str, ...]],
+    read_rejections: Callable[[Part], pa.Table],
+) -> Published:
+    """Write the three tables of a run in input order.
+
+    `staged`: the parts of each chunk. `read_rejections`: those of a block. Memory holds one chunk and a row group at
+    a time. Asserts that every row of the plan is one row of responses or errors.
+    """
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(TableWriter(run, name, schema)) for name, schema in tables.PUBLISHED.items()
+        }
+        for part in plan.parts:
+            failed = [read_rejections(part)]
+            for chunk in part.chunks:
+                outcomes = stager.read(chunk.number, staged[chunk.number])
+                _check_complete(outcomes, chunk.number, chunk.num_rows)
+                answered = outcomes.filter(pc.is_null(outcomes["reason"]))
+                writers["responses"].write(answered)
+                writers["usage"].write(answered)
+                failed.append(outcomes.filter(pc.is_valid(outcomes["reason"])).select(tables.REJECTIONS.names))
+            errors = pa.concat_tables([table.cast(tables.REJECTIONS) for table in failed]).sort_by(_INPUT_ORDER)
+            writers["errors"].write(errors)
+    num_rows = {name: writer.num_rows for name, writer in writers.items()}
+    assert num_rows["responses"] + num_rows["errors"] == plan.num_rows, (num_rows, plan.num_rows)
+    return Published(num_rows, [file for writer in writers.values() for file in writer.files])
+
+
+def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> None:
+    """Declare a run done, and make it the current one: the last write of a run."""
+    data = (json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()
+    run = output.join("runs", run_id)
+    run.write(data, "manifest.json")
+    run.write(b"", "_SUCCESS")
+    output.write(data, "manifest.json")
+
+
+def _check_complete(outcomes: pa.Table, chunk: int, num_rows: int) -> None:
+    distinct = outcomes.group_by(["source_index", "source_line"]).aggregate([]).num_rows
+    assert outcomes.num_rows == distinct == num_rows, f"chunk {chunk}: {num_rows} rows, {outcomes.num_rows} outcomes"
+
+
+@dataclass
+class TableWriter:
+    """One published table: right-sized parts in the order of what is written, at least one even without rows."""
+
+    run: Folder
+    name: str
+    schema: pa.Schema
+    num_rows: int = 0
+    files: list[dict[str, Any]] = field(default_factory=list)
+    _pending: list[pa.Table] = field(default_factory=list)
+    _pending_bytes: int = 0
+    _open: "_PartWriter | None" = None
+
+    def __enter__(self) -> "TableWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush()
+            self._finish_part()
+        elif self._open is not None:
+            self._open.abandon()
+
+    def write(self, rows: pa.Table) -> None:
+        rows = rows.select(self.schema.names).cast(self.schema)
+        if not rows.num_rows:
+            return
+        self.num_rows += rows.num_rows
+        self._pending.append(rows)
+        self._pending_bytes += rows.nbytes
+        if self._pending_bytes >= ROW_GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending and self.files:
+            return
+        if self._open is None:
+            self._open = _PartWriter(self.run, self.name, f"part-{len(self.files):05d}.parquet", self.schema)
+        if self._pending:
+            self._open.write(pa.concat_tables(self._pending))
+            self._pending, self._pending_bytes = [], 0
+        if self._open.size_bytes >= PART_BYTES:
+            self._finish_part()
+
+    def _finish_part(self) -> None:
+        if self._open is not None:
+            self.files.append(self._open.finish())
+            self._open = None
+
+
+class _PartWriter:
+    """One Parquet file on its way; knows its size and checksum when it is finished."""
+
+    def __init__(self, run: Folder, table: str, name: str, schema: pa.Schema) -> None:
+        self._path = f"{table}/{name}"
+        self._num_rows = 0
+        self._stack = ExitStack()
+        self._sink = _Hashing(self._stack.enter_context(run.create(table, name)))
+        self._writer = pq.ParquetWriter(pa.PythonFile(self._sink, mode="w"), schema, compression="zstd")
+
+    @property
+    def size_bytes(self) -> int:
+        return self._sink.size_bytes
+
+    def write(self, rows: pa.Table) -> None:
+        self._writer.write_table(rows, row_group_size=max(1, rows.num_rows))
+        self._num_rows += rows.num_rows
+
+    def finish(self) -> dict[str, Any]:
+        self._writer.close()
+        self._stack.close()
+        return {
+            "path": self._path,
+            "rows": self._num_rows,
+            "bytes": self._sink.size_bytes,
+            "sha256": self._sink.sha256.hexdigest(),
+        }
+
+    def abandon(self) -> None:
+        self._writer.close()
+        error = RuntimeError("abandoned")
+        self._stack.__exit__(RuntimeError, error, None)
+
+
+class _Hashing:
+    """A writable stream that counts and hashes what passes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.sha256 = hashlib.sha256()
+        self.size_bytes = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.size_bytes += len(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True

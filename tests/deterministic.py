@@ -1,0 +1,72 @@
+"""A deterministic engine, for scale and for faults that the real one can't be made to have. Says nothing about vLLM.
+
+The answer to a prompt is its words in reverse; some words in a prompt ask for a fault.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import jiter
+
+from schemas.failures import EngineUnusable, Failure
+from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
+
+
+class DeterministicEngine:
+    """Answers at once, or after `slow:<seconds>`; fails on `fail`; breaks for good on `die`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._is_dead = False
+
+    async def generate(
+        self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
+    ) -> AsyncIterator[Event]:
+        body = jiter.from_json(request.body.encode())
+        words = str(body.get("prompt")).split()
+        if self._is_dead or "die" in words:
+            self._is_dead = True
+            raise EngineUnusable("the engine's process has died")
+        if "fail" in words:
+            yield Failed(Failure(400, "asked_to_fail", "the prompt asks for a failure", "prompt"))
+            return
+        await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
+        choice = {"index": 0, "text": " ".join(reversed(words)), "finish_reason": "stop"}
+        usage = {"prompt_tokens": len(words), "completion_tokens": len(words), "total_tokens": 2 * len(words)}
+        answer = {"id": request.id, "created": int(time.time()), "model": "test", "choices": [choice], "usage": usage}
+        yield Answered(answer, Timing(None, None, 1.0))
+
+    def submit(self, request: Request, *, lane: Lane) -> "Future[Event]":
+        async def last() -> Event:
+            return [event async for event in self.generate(request, lane=lane)][-1]
+
+        return asyncio.run_coroutine_threadsafe(last(), self._loop)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Starts a deterministic engine, or doesn't."""
+
+    error: str | None = None
+    # A folder where engines meet, and how many: none answers before all are up.
+    meeting: tuple[str, int] | None = None
+
+    def __call__(self) -> DeterministicEngine:
+        if self.meeting is not None:
+            folder, number = Path(self.meeting[0]), self.meeting[1]
+            (folder / str(os.getpid())).touch()
+            while len(list(folder.iterdir())) < number:
+                time.sleep(0.05)
+        if self.error is not None:
+            raise EngineUnusable(self.error)
+        return DeterministicEngine()

@@ -1,0 +1,138 @@
+"""A whole run over Ray, with the deterministic engine: one row out for each line in, in order, published at the end."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.plan import CHUNK_ROWS
+from schemas import tables
+from schemas.failures import EngineUnusable, UsageError
+from tests.conftest import write_lines
+from tests.deterministic import Starts
+
+
+def test_each_line_becomes_one_row_in_input_order(tmp_path, score):
+    first = write_lines(tmp_path / "a.jsonl", *({"prompt": f"row {n}"} for n in range(5 * CHUNK_ROWS + 3)))
+    second = write_lines(
+        tmp_path / "b.jsonl", {"prompt": "please fail"}, "broken", "", {"prompt": "one two"}, {"prompt": "fail"}, "{}}"
+    )
+    run = score(first, second)
+    responses, errors = run.table("responses"), run.table("errors")
+    assert responses["source_line"].to_pylist() == [*range(1, 5 * CHUNK_ROWS + 4), 4]
+    assert responses["text"].to_pylist()[-2:] == [[f"{5 * CHUNK_ROWS + 2} row"], ["two one"]]
+    assert [(row["source_line"], row["stage"], row["reason"]) for row in errors.to_pylist()] == [
+        (1, "infer", "asked_to_fail"),
+        (2, "validate", "invalid_json"),
+        (5, "infer", "asked_to_fail"),
+        (6, "validate", "invalid_json"),
+    ]
+    assert run.summary.num_rows == responses.num_rows + errors.num_rows == 5 * CHUNK_ROWS + 8
+    assert run.summary.totals.reasons == {"asked_to_fail": 2, "invalid_json": 2}
+
+
+def test_requests_and_ids_come_out_as_they_went_in(tmp_path, score):
+    texts = [
+        '{"request_id": "2024-05-01", "prompt": "2024-01-01T00:00:00Z", "seed": 9007199254740993}',
+        '{"request_id":"00123","prompt":[1,2,3],"stop":"\\n"}',
+        '{"request_id":"ü \\u00e9","prompt":["a","b"],"stop":["\\n","."],"extra_field":{"deep":[1.50,null]}}',
+    ]
+    run = score(write_lines(tmp_path / "a.jsonl", *texts))
+    assert run.table("responses")["request"].to_pylist() == texts
+    assert run.table("responses")["id"].to_pylist() == ["2024-05-01", "00123", "ü é"]
+    assert run.table("responses")["prompt"].to_pylist() == ["2024-01-01T00:00:00Z", None, None]
+
+
+def test_the_manifest_tells_what_the_tables_hold(tmp_path, score):
+    run = score(write_lines(tmp_path / "a.jsonl", {"prompt": "a b"}, {"prompt": "fail"}, {"prompt": "c"}))
+    manifest = run.manifest
+    assert manifest["rows"] == {"input": 3, "responses": 2, "usage": 2, "errors": 1}
+    assert manifest["errors_by_reason"] == {"asked_to_fail": 1}
+    usage = run.table("usage")
+    assert manifest["usage"] == {
+        "prompt_tokens": sum(usage["prompt_tokens"].to_pylist()),
+        "completion_tokens": sum(usage["completion_tokens"].to_pylist()),
+    }
+    folder = run.output / "runs" / manifest["run_id"]
+    assert (folder / "_SUCCESS").exists()
+    for file in manifest["files"]:
+        assert (folder / file["path"]).stat().st_size == file["bytes"]
+        assert pq.read_metadata(folder / file["path"]).num_rows == file["rows"]
+    assert list((run.output / "_work").iterdir()) == []
+
+
+@pytest.mark.parametrize("lines", [[], ["", "   "], ["broken"]])
+def test_without_requests_there_are_whole_tables_and_no_engine(tmp_path, score, lines):
+    run = score(write_lines(tmp_path / "a.jsonl", *lines), start=Starts(error="must not start"))
+    for name, schema in tables.PUBLISHED.items():
+        assert run.table(name).schema.equals(schema, check_metadata=True)
+    assert run.table("responses").num_rows == 0
+    assert run.table("errors").num_rows == run.summary.num_rows == lines.count("broken")
+
+
+def test_all_tables_have_the_published_schema_whatever_the_rows_hold(tmp_path, score):
+    run = score(write_lines(tmp_path / "a.jsonl", {"prompt": "fail"}, {"prompt": [1]}))
+    for name, schema in tables.PUBLISHED.items():
+        assert run.table(name).schema.equals(schema, check_metadata=True)
+        assert not any(pa.types.is_null(field.type) for field in run.table(name).schema)
+
+
+def test_several_replicas_share_the_work(tmp_path, score):
+    (tmp_path / "meeting").mkdir()
+    lines = [{"prompt": f"slow:0.05 row {n}"} for n in range(6 * CHUNK_ROWS)]
+    start = Starts(meeting=(str(tmp_path / "meeting"), 2))
+    run = score(write_lines(tmp_path / "a.jsonl", *lines), start=start, replicas=2)
+    assert len(set(run.table("usage")["replica"].to_pylist())) == 2
+    assert run.table("responses")["source_line"].to_pylist() == list(range(1, 6 * CHUNK_ROWS + 1))
+
+
+def test_an_engine_that_does_not_start_ends_the_run_with_its_reason(tmp_path, score):
+    with pytest.raises(EngineUnusable, match=r"^no such weights$"):
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="no such weights"))
+
+
+def test_an_engine_that_dies_ends_the_run_and_publishes_nothing(tmp_path, score):
+    with pytest.raises(EngineUnusable, match="the engine's process has died"):
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "slow:0.1 die"}))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_more_replicas_than_fit_are_refused_before_an_engine_starts(tmp_path, score):
+    with pytest.raises(UsageError, match=r"--replicas 1000 .* don't fit: the cluster has room for \d+"):
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="must not start"), replicas=1000)
+
+
+def test_a_second_run_is_a_second_folder_and_the_manifest_moves_on(tmp_path, score):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
+    first, second = score(path).summary, score(path).summary
+    assert {path.name for path in (tmp_path / "out" / "runs").iterdir()} == {first.run_id, second.run_id}
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["run_id"] == second.run_id
+
+
+def test_an_output_folder_that_holds_something_else_is_refused(tmp_path, score):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"out: holds thesis\.tex"):
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}))
+
+
+def test_progress_has_true_totals(tmp_path, score):
+    lines = [{"prompt": f"slow:{1.2 + 2 * (n % 2)} row"} for n in range(2 * CHUNK_ROWS)]
+    run = score(write_lines(tmp_path / "a.jsonl", *lines, "broken"))
+    assert {now.total_rows for now in run.show.seen} == {2 * CHUNK_ROWS}
+    done = [now.done.num_done for now in run.show.seen]
+    assert done == sorted(done) and CHUNK_ROWS in done and done[-1] == 2 * CHUNK_ROWS
+    assert max(now.num_in_flight for now in run.show.seen) == 2 * CHUNK_ROWS
+
+
+def test_the_tables_open_where_the_summary_says(tmp_path, score):
+    import duckdb
+    import pandas
+    import polars
+
+    run = score(write_lines(tmp_path / "a.jsonl", {"prompt": "a b", "request_id": "x"}, {"prompt": "fail"}))
+    glob = run.summary.tables["responses"]
+    assert duckdb.sql(f"FROM '{glob}' SELECT id, text").fetchall() == [("x", ["b a"])]
+    assert pandas.read_parquet(glob.removesuffix("/*.parquet"))["id"].tolist() == ["x"]
+    assert polars.read_parquet(glob)["id"].to_list() == ["x"]

@@ -1,0 +1,84 @@
+"""The machine: replicas don't share cores, and each chosen setting says why."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipelines import machine
+from schemas.failures import EngineUnusable
+from schemas.settings import EngineSettings
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def test_two_replicas_never_hold_the_same_core():
+    cores = sorted(os.sched_getaffinity(0))
+    claim = machine.CoreClaim(1)
+    code = "from pipelines.machine import CoreClaim; print(*CoreClaim(1).cores)"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=len(cores) > 1)
+    assert claim.cores == cores[:1]
+    assert other.stdout.split() == [str(core) for core in cores[1:2]]
+
+
+def test_a_claim_that_cannot_be_met_holds_nothing_and_says_what_to_do():
+    with pytest.raises(EngineUnusable, match=r"needs 4096 CPU cores .* fewer --replicas"):
+        machine.CoreClaim(4096)
+    assert len(machine.CoreClaim(machine.count_cores()).cores) == machine.count_cores()
+
+
+def test_cores_are_free_again_after_their_process_has_ended():
+    code = "import os; from pipelines.machine import *; claim = CoreClaim(count_cores()); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    machine.CoreClaim(machine.count_cores()).release()
+
+
+def test_settings_that_were_given_win():
+    given = EngineSettings(dtype="bfloat16", block_size=64, max_num_seqs=7, kv_cache_gib=0.5, enforce_eager=False)
+    chosen = {choice.name: choice.value for choice in machine.cpu_arguments(given, num_replicas=1)}
+    assert chosen["dtype"] == "bfloat16" and chosen["block_size"] == 64 and chosen["max_num_seqs"] == 7
+    assert chosen["kv_cache_memory_bytes"] == 1 << 29 and chosen["enforce_eager"] is False
+
+
+@pytest.mark.parametrize("choose", [lambda s: machine.cpu_arguments(s, 1), machine.gpu_arguments])
+def test_every_choice_has_a_reason(choose):
+    choices = choose(EngineSettings())
+    assert all(choice.reason for choice in choices)
+    assert len({choice.name for choice in choices}) == len(choices)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "dtype"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx avx2\n", "float32"),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", "auto"),
+        ("Features\t: fp asimd bf16\n", "auto"),
+        ("", "float32"),
+    ],
+)
+def test_bf16_is_left_to_cpus_that_compute_it(tmp_path, monkeypatch, cpuinfo, dtype):
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo)
+    monkeypatch.setattr(machine, "_CPU_INFO", path)
+    assert machine.cpu_arguments(EngineSettings(), 1)[0].value == dtype
+
+
+def test_replicas_share_the_memory_and_ranks_the_cores():
+    one, two = (machine.cpu_arguments(EngineSettings(), replicas)[1].value for replicas in (1, 2))
+    assert two <= one
+    bind = machine.cpu_environment([0, 1, 2, 3], tensor_parallel_size=2)["VLLM_CPU_OMP_THREADS_BIND"]
+    assert bind == "0,2|1,3"
+
+
+def test_the_environment_is_as_before_after_the_block(monkeypatch):
+    monkeypatch.setenv("KEPT", "old")
+    monkeypatch.delenv("GONE", raising=False)
+    with pytest.raises(RuntimeError, match="x"), machine.environment({"KEPT": "new", "GONE": "new"}):
+        assert os.environ["KEPT"] == os.environ["GONE"] == "new"
+        raise RuntimeError("x")
+    assert os.environ["KEPT"] == "old" and "GONE" not in os.environ

@@ -1,0 +1,126 @@
+"""Reading: bytes to lines with their place, and inputs that can't be read."""
+
+import gzip
+import os
+
+import pyarrow as pa
+import pytest
+
+from pipelines.read import InputFile, find_inputs, read_file
+from schemas.failures import UsageError
+
+
+def zstd(data):
+    return pa.compress(data, "zstd").to_pybytes()
+
+
+def lines_of(path, **options):
+    file = find_inputs((str(path),))[0]
+    return pa.concat_tables(read_file(file, **options)).to_pylist()
+
+
+def test_lines_carry_physical_numbers_and_byte_offsets(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("ä\r\n\n   \nb".encode())
+    rows = lines_of(path)
+    assert [(row["source_line"], row["source_offset"], row["line"]) for row in rows] == [
+        (1, 0, "ä".encode()),
+        (4, 9, b"b"),
+    ]
+    assert path.read_bytes()[9:] == b"b"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    assert [row["line"] for row in lines_of(path)] == [b"one", b"two"]
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("a\u2028b\x85\x0b\x0cc\rd\n".encode())
+    assert [row["line"] for row in lines_of(path)] == ["a\u2028b\x85\x0b\x0cc\rd".encode()]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
+def test_gzip_is_known_by_its_content(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"one\ntwo\n"))
+    assert [row["line"] for row in lines_of(path)] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl"])
+def test_zstd_is_known_by_its_content(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(zstd(b"one\n") + zstd(b"two\n"))
+    assert [row["line"] for row in lines_of(path)] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_a_truncated_archive_keeps_its_lines_and_says_where_it_breaks(tmp_path, codec):
+    path = tmp_path / "a.jsonl"
+    text = b"".join(os.urandom(40).hex().encode() + b"\n" for _ in range(20_000))
+    packed = gzip.compress(text) if codec == "gzip" else zstd(text)
+    path.write_bytes(packed[:-10])
+    *rows, last = lines_of(path)
+    assert last["line"] is None
+    assert f"a.jsonl: breaks off after line {len(rows)}" in last["message"]
+    assert text.startswith(b"\n".join(row["line"] for row in rows))
+
+
+def test_blocks_are_bounded(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"0123456789\n" * 100)
+    blocks = list(read_file(find_inputs((str(path),))[0], block_bytes=100))
+    assert [block.num_rows for block in blocks] == [10] * 10 + [0]
+
+
+def test_an_empty_file_is_a_file_without_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    assert lines_of(path) == []
+
+
+def test_folders_and_globs_give_their_files_in_order_and_once(tmp_path):
+    for name in ("b.jsonl", "a.ndjson", "c.jsonl.gz", "notes.txt", "_SUCCESS.jsonl", ".hidden.jsonl"):
+        (tmp_path / name).write_text("x\n")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "d.jsonl").write_text("x\n")
+    found = find_inputs((str(tmp_path), str(tmp_path / "b.jsonl"), str(tmp_path / "*.txt")))
+    assert [os.path.relpath(file.name, tmp_path) for file in found] == [
+        "a.ndjson",
+        "b.jsonl",
+        "c.jsonl.gz",
+        "deep/d.jsonl",
+        "notes.txt",
+    ]
+    assert [file.index for file in found] == [0, 1, 2, 3, 4]
+
+
+def test_names_stay_as_the_user_wrote_them(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("x\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_inputs(("a.jsonl",))[0].name == "a.jsonl"
+    assert find_inputs((f"{tmp_path}/a.jsonl",))[0].name == f"{tmp_path}/a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("{}/nowhere.jsonl", "no such file or folder"),
+        ("{}/*.jsonl", "no file matches"),
+        ("{}", "holds no file that ends in .jsonl"),
+        ("nosuch://bucket/x", "can't be reached"),
+    ],
+)
+def test_an_input_that_is_not_there_is_named(tmp_path, spec, words):
+    spec = spec.format(tmp_path)
+    with pytest.raises(UsageError, match="^" + spec.replace("*", r"\*").split("://")[0]) as caught:
+        find_inputs((spec,))
+    assert words in str(caught.value)
+
+
+def test_a_store_that_fails_midway_is_a_fault_of_the_file():
+    file = InputFile(0, "gone.jsonl", "memory://gone.jsonl", 1, "")
+    rows = pa.concat_tables(read_file(file)).to_pylist()
+    assert [row["line"] for row in rows] == [None] and "breaks off after line 0" in rows[0]["message"]

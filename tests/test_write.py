@@ -1,0 +1,87 @@
+"""Writing: files that appear whole or not at all, attempts that supersede one another, right-sized parts."""
+
+import hashlib
+import json
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import write
+from pipelines.storage import Folder
+from schemas import tables
+from schemas.failures import UsageError
+
+
+def outcome(line, **values):
+    row = {"source_index": 0, "id": str(line), "source_file": "f", "source_line": line, "source_offset": 0}
+    row |= {"endpoint": "/v1/completions", "request": "{}", "model": "m", "response": json.dumps({"n": line})}
+    row |= {"text": ["t"], "finish_reason": ["stop"], "created": datetime.now(UTC), "prompt_tokens": 1}
+    row |= {"completion_tokens": 1, "total_tokens": 2, "total_ms": 1.0, "replica": "r", "attempt": 1}
+    return {**row, "is_deduplicated": False, **values}
+
+
+def outcomes(*lines):
+    return pa.Table.from_pylist([outcome(line) for line in lines], schema=tables.OUTCOMES)
+
+
+@pytest.mark.parametrize("scheme", ["{}", "memory://{}"])
+def test_a_file_whose_writing_fails_never_appears(tmp_path, scheme):
+    folder = Folder(scheme.format(tmp_path))
+    with pytest.raises(RuntimeError, match="midway"), folder.create("deep", "a.bin") as stream:
+        stream.write(b"half")
+        raise RuntimeError("midway")
+    assert not folder.exists("deep", "a.bin") or not folder.is_local
+    if folder.is_local:
+        assert list((tmp_path / "deep").iterdir()) == []
+
+
+def test_each_attempt_at_a_chunk_has_a_number_of_its_own(tmp_path):
+    stager = write.Stager(Folder(str(tmp_path)))
+    assert stager.begin(7) == 1
+    assert stager.put(7, 1, 0, outcomes(1)) != stager.put(7, 1, 1, outcomes(2))
+    assert stager.begin(7) == 2 and stager.begin(8) == 1
+
+
+def test_staged_parts_come_back_in_input_order(tmp_path):
+    stager = write.Stager(Folder(str(tmp_path)))
+    parts = [stager.put(0, 1, 0, outcomes(5, 2)), stager.put(0, 1, 1, outcomes(9, 1))]
+    assert stager.read(0, parts)["source_line"].to_pylist() == [1, 2, 5, 9]
+    assert stager.read(0, []).schema == tables.OUTCOMES
+
+
+def test_parts_and_row_groups_are_right_sized(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "ROW_GROUP_BYTES", 2_000)
+    monkeypatch.setattr(write, "PART_BYTES", 20_000)
+    with write.TableWriter(Folder(str(tmp_path)), "responses", tables.RESPONSES) as writer:
+        for start in range(0, 2_000, 4):
+            writer.write(outcomes(*range(start, start + 4)))
+    paths = sorted((tmp_path / "responses").iterdir())
+    assert len(paths) > 2 and [path.name for path in paths] == [f"part-{n:05d}.parquet" for n in range(len(paths))]
+    assert [row for path in paths for row in pq.read_table(path)["source_line"].to_pylist()] == list(range(2_000))
+    assert pq.read_metadata(paths[0]).num_row_groups > 1
+    for path, file in zip(paths, writer.files, strict=True):
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == file["sha256"]
+
+
+def test_a_table_whose_writing_fails_leaves_no_part(tmp_path):
+    writer = write.TableWriter(Folder(str(tmp_path)), "responses", tables.RESPONSES)
+    with pytest.raises(RuntimeError, match="midway"), writer:
+        writer.write(outcomes(1))
+        writer._flush()
+        raise RuntimeError("midway")
+    assert list((tmp_path / "responses").iterdir()) == []
+
+
+def test_a_missing_or_repeated_row_is_never_published():
+    with pytest.raises(AssertionError, match="chunk 3: 2 rows, 1 outcomes"):
+        write._check_complete(outcomes(1), 3, 2)
+    with pytest.raises(AssertionError, match="chunk 3: 2 rows, 2 outcomes"):
+        write._check_complete(outcomes(1, 1), 3, 2)
+
+
+def test_an_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/out: can't be written to \(not a directory\)"):
+        write.check_output(Folder(str(tmp_path / "file" / "out")))
