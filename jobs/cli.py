@@ -1,0 +1,20 @@
+"""`overnight <verb>`: every verb behind one command."""
+
+from jobs import score
+from jobs.config import CONTEXT, make_app
+
+app = make_app()
+app.command("score", context_settings=CONTEXT)(score.score)
+
+
+@app.callback()
+def _overnight() -> None:
+    """Scores datasets of LLM completion requests while you sleep."""
+
+
+def main() -> None:
+    app(prog_name="overnight")
+
+
+if __name__ == "__main__":
+    main()

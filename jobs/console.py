@@ -1,0 +1,115 @@
+"""What a person sees of a run: a bar on a terminal, lines elsewhere, and the summary. Exit statuses live here too."""
+
+import sys
+import time
+from enum import IntEnum
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipelines.batch import Summary
+from pipelines.progress import Progress as RunProgress
+
+LINE_EVERY_S = 5.0
+
+
+class ExitStatus(IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    ROW_ERRORS = 3
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class RunView:
+    """Shows a run on standard error, so that standard output holds the summary alone."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None, detail="")
+        self._last_line = 0.0
+
+    def __enter__(self) -> "RunView":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def phase(self, text: str) -> None:
+        self._bar.update(self._task, description=text, total=None, detail="")
+        if not self.console.is_terminal:
+            self._line(text)
+
+    def progress(self, now: RunProgress) -> None:
+        if not now.num_replicas_up:
+            return
+        detail = describe(now)
+        self._bar.update(
+            self._task,
+            description="answering",
+            total=now.total_rows,
+            completed=now.done.num_done,
+            detail=detail,
+        )
+        if not self.console.is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._line(f"{now.done.num_done:,} of {now.total_rows:,} rows, {detail}")
+
+    def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def describe(now: RunProgress) -> str:
+    """`3 failed, 128 in flight, 512 tokens/s, 0:42 left`"""
+    words = [
+        f"{now.done.num_failed:,} failed" if now.done.num_failed else "",
+        f"{now.num_in_flight:,} in flight",
+        f"{now.tokens_per_s:,.0f} tokens/s",
+        f"{_clock(now.remaining_s)} left" if now.remaining_s is not None else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def print_summary(summary: Summary) -> None:
+    """The closing words of a run, on standard output."""
+    console = Console(highlight=False, soft_wrap=True)
+    totals = summary.totals
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("rows", f"{summary.num_rows:,}: {totals.num_answered:,} answered, {totals.num_failed:,} failed")
+    for reason, number in sorted(totals.reasons.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row("", f"  {number:,} {reason}")
+    table.add_row("tokens", f"{totals.prompt_tokens:,} in, {totals.completion_tokens:,} out")
+    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s over {_clock(summary.infer_s)}")
+    table.add_row("time", f"{_clock(summary.total_s)} in all")
+    table.add_row("files", summary.folder)
+    console.print(table)
+    if totals.num_cut_by_default:
+        console.print(
+            f"\n{totals.num_cut_by_default:,} answers were cut at 16 tokens, the schema's default: give max_tokens."
+        )
+    console.print("\nopen it with")
+    console.print(f"  duckdb -c \"FROM '{summary.tables['responses']}' SELECT id, text\"")
+    folder = summary.tables["responses"].removesuffix("/*.parquet")
+    console.print(f"  python -c \"import pandas; print(pandas.read_parquet('{folder}')[['id', 'text']])\"")
+    if totals.num_failed:
+        console.print(f"  duckdb -c \"FROM '{summary.tables['errors']}' SELECT source_file, source_line, message\"")
