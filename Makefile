@@ -37,7 +37,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	for benchmark in tests/benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
+	for benchmark in $(filter-out %/report.py %/__init__.py,$(wildcard tests/benchmarks/*.py)); do $(BIN)/python $$benchmark || exit 1; done
 
 lock: setup
 	$(BIN)/python .ci/lock.py

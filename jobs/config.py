@@ -15,7 +15,7 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(" ".join(str(error).split())) from error
+        raise typer.BadParameter(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{path}: expected `option: value` lines, found {type(values).__name__}")
     names = {

@@ -153,21 +153,18 @@ class VllmEngine:
                 **arguments,
             )
         )
-        models = OpenAIServingModels(
-            self._llm,
-            [BaseModelPath(name=name, model_path=model.path) for name in served_names or (model.name,)],
-        )
-        renderer = OnlineRenderer(
-            self._llm.model_config,
-            self._llm.renderer,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-        )
+        names = served_names or (model.name,)
+        # Without names of their own: vLLM keeps this frame, and what it holds would outlive the engine.
         self._completions = OpenAIServingCompletion(
             self._llm,
-            models,
-            online_renderer=renderer,
+            OpenAIServingModels(self._llm, [BaseModelPath(name=name, model_path=model.path) for name in names]),
+            online_renderer=OnlineRenderer(
+                self._llm.model_config,
+                self._llm.renderer,
+                request_logger=None,
+                chat_template=None,
+                chat_template_content_format="auto",
+            ),
             request_logger=None,
             enable_prompt_tokens_details=True,
             enable_per_request_metrics=True,
@@ -252,17 +249,24 @@ class VllmEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        llm, self._llm, self._completions = self._llm, None, None
-        if llm is not None:
-            self._loop.call_soon_threadsafe(llm.shutdown, _SHUTDOWN_S)
         if self._thread.is_alive():
+            self._run(self._shut_down())
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=_SHUTDOWN_S + 10)
-            del llm
+            self._thread.join()
+            self._loop.close()
             # vLLM's finalizers need modules that are gone when the interpreter ends: run them now.
             gc.collect()
         if self._claim is not None:
             self._claim.release()
+
+    async def _shut_down(self) -> None:
+        llm, self._llm, self._completions = self._llm, None, None
+        if llm is not None:
+            llm.shutdown(_SHUTDOWN_S)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:

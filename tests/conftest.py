@@ -70,6 +70,18 @@ def write_lines(path: Path, *lines: Any) -> Path:
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The demo first: its engine takes all cores for itself, and so does the shared one, until the session ends."""
+    items.sort(key=lambda item: "demo" not in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture
+def own_core_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core claims of this test's own, beside those of engines that run."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray of this session's own, so that the many runs of the tests don't start one each."""
@@ -97,13 +109,14 @@ def score(tmp_path: Path, ray_cluster: None) -> Callable[..., Run]:
 def engine() -> Iterator[VllmEngine]:
     """The real engine on the embedded model: one for all tests. In float32, so that answers can be compared."""
     before = set(psutil.Process().children(recursive=True))
-    engine = VllmEngine.start(
-        resolve(None), (), EngineSettings(dtype="float32", max_num_seqs=64, kv_cache_gib=1), num_cores=None
-    )
+    settings = EngineSettings(dtype="float32", max_num_seqs=64, kv_cache_gib=1)
+    engine = VllmEngine.start(resolve(None), (), settings)
+    started = set(psutil.Process().children(recursive=True)) - before
+    processes = [process for process in started if process.name().startswith("VLLM")]
+    assert processes
     yield engine
-    children = set(psutil.Process().children(recursive=True)) - before
     engine.close()
-    _, alive = psutil.wait_procs([child for child in children if child.name().startswith("VLLM")], timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive, f"the engine left processes behind: {alive}"
 
 

@@ -10,11 +10,7 @@ from pipelines import machine
 from schemas.failures import EngineUnusable
 from schemas.settings import EngineSettings
 
-
-@pytest.fixture(autouse=True)
-def own_locks(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+pytestmark = pytest.mark.usefixtures("own_core_claims")
 
 
 def test_two_replicas_never_hold_the_same_core():
