@@ -6,36 +6,11 @@ bodies; the models carry what it accepted.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-# The published schema writes its 64-bit bounds as floats, which round to 2**63: that number itself lies within them.
-BOUND_64 = 2**63
-Int64 = Annotated[int, Field(ge=-BOUND_64, le=BOUND_64)]
-TokenId = Annotated[int, Field(ge=0)]
+from schemas.base import BOUND_64, Base64, Int64, Open, Plain, TokenId, optional
+
 XArg = str | int | float
-Base64 = Annotated[str, Field(json_schema_extra={"contentMediaType": "application/octet-stream"})]
-
-
-class Open(BaseModel):
-    """A body that may hold fields of which the schema doesn't speak."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
-
-
-def _say_nothing_of_further_fields(schema: dict[str, Any]) -> None:
-    schema.pop("additionalProperties")
-
-
-class Plain(BaseModel):
-    """A body of which the schema says nothing about further fields; they are kept as well."""
-
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="allow",
-        populate_by_name=True,
-        json_schema_extra=_say_nothing_of_further_fields,
-    )
 
 
 class StreamOptions(Open):
@@ -130,14 +105,14 @@ class CompletionRequest(Open):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    bad_words: list[str] = Field(default_factory=list)
+    bad_words: list[str] = optional(list)
 
     prompt_embeds: Base64 | list[Base64] | None = None
     add_special_tokens: bool = True
     response_format: ResponseFormat | StructuralTagResponseFormat | LegacyStructuralTagResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     priority: Int64 = 0
-    request_id: str = Field(default_factory=str)
+    request_id: str = optional(str)
     session_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from schemas.chat import ChatCompletionRequest
 from schemas.completion import CompletionRequest
+from schemas.legacy import LegacyChatRequest
 
 HERE = Path(__file__).parent
 
@@ -20,20 +23,19 @@ class _WithoutNullDefaults(GenerateJsonSchema):
         return super().default_schema(schema)
 
 
-def completion_request_schema() -> dict[str, Any]:
-    """The JSON Schema (Draft 2020-12) of a completion request."""
-    schema = CompletionRequest.model_json_schema(schema_generator=_WithoutNullDefaults)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-SCHEMAS = {"completion_request.schema.json": completion_request_schema}
+MODELS: dict[str, type[BaseModel]] = {
+    "completion_request.schema.json": CompletionRequest,
+    "chat_completion_request.schema.json": ChatCompletionRequest,
+    "legacy_chat_request.schema.json": LegacyChatRequest,
+}
 
 
 def render(name: str) -> str:
     """The text that the file `name` should hold."""
-    return json.dumps(SCHEMAS[name](), indent=2) + "\n"
+    schema = MODELS[name].model_json_schema(schema_generator=_WithoutNullDefaults)
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
 
 
 if __name__ == "__main__":
-    for name in SCHEMAS:
+    for name in MODELS:
         (HERE / name).write_text(render(name))
