@@ -1,8 +1,7 @@
-"""What a person sees of a run: a bar on a terminal, lines elsewhere, and the summary. Exit statuses live here too."""
+"""What a person sees of a run: a bar on a terminal, lines elsewhere, and the summary."""
 
 import sys
 import time
-from enum import IntEnum
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,20 +13,11 @@ from pipelines.progress import Progress as RunProgress
 LINE_EVERY_S = 5.0
 
 
-class ExitStatus(IntEnum):
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    ROW_ERRORS = 3
-    INTERRUPTED = 130
-    TERMINATED = 143
-
-
 class RunView:
     """Shows a run on standard error, so that standard output holds the summary alone."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -90,7 +80,7 @@ def _clock(seconds: float) -> str:
 
 def print_summary(summary: Summary) -> None:
     """The closing words of a run, on standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     totals = summary.totals
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
@@ -103,10 +93,9 @@ def print_summary(summary: Summary) -> None:
     table.add_row("time", f"{_clock(summary.total_s)} in all")
     table.add_row("files", summary.folder)
     console.print(table)
-    if totals.num_cut_by_default:
-        console.print(
-            f"\n{totals.num_cut_by_default:,} answers were cut at 16 tokens, the schema's default: give max_tokens."
-        )
+    if number := totals.num_cut_by_default:
+        answers = "1 answer was" if number == 1 else f"{number:,} answers were"
+        console.print(f"\n{answers} cut at 16 tokens, the schema's default: give max_tokens.")
     console.print("\nopen it with")
     console.print(f"  duckdb -c \"FROM '{summary.tables['responses']}' SELECT id, text\"")
     folder = summary.tables["responses"].removesuffix("/*.parquet")

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 import typer
 
 from jobs.config import CONTEXT, ConfigOption, make_app
+from jobs.exits import ExitStatus
 from schemas.failures import EngineUnusable, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ app = make_app()
 def score(
     inputs: Annotated[
         list[str],
-        typer.Option("--input", help="JSONL file, folder, glob or s3:// URI; plain, gzip or zstd. Repeatable."),
+        typer.Option(
+            "--input",
+            envvar="OVERNIGHT_INPUT",
+            help="JSONL file, folder, glob or s3:// URI; plain, gzip or zstd. Repeatable.",
+        ),
     ],
     output: Annotated[str, typer.Option("--output", help="Folder or s3:// URI for the tables.")],
     model: Annotated[
@@ -58,6 +63,9 @@ def score(
     from schemas.settings import RunSettings, parse_engine_settings
 
     try:
+        for flag, is_empty in (("--input", "" in inputs), ("--output", output == ""), ("--model", model == "")):
+            if is_empty:
+                raise UsageError(f"{flag}: found nothing, expected a path or URI. Is a variable unset?")
         settings = RunSettings(
             inputs=tuple(inputs),
             output=output,
@@ -70,25 +78,25 @@ def score(
         )
         status = run(settings, allow_errors)
     except UsageError as error:
-        status = _say(str(error), 2)
+        status = _say(str(error), ExitStatus.USAGE)
     raise typer.Exit(status)
 
 
 def run(settings: "RunSettings", allow_errors: bool) -> int:
     """Carry a run out, and return its exit status."""
-    from jobs.console import ExitStatus, RunView, print_summary
-    from pipelines import batch
-
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        from jobs.console import RunView, print_summary
+        from pipelines import batch
+
         with RunView() as view:
             summary = batch.run(settings, view)
     except EngineUnusable as error:
         return _say(f"{error}. Run again with --verbose to see the engine's own log", ExitStatus.FAILED)
     except KeyboardInterrupt:
-        return _say("interrupted; what was finished is kept below _work/", ExitStatus.INTERRUPTED)
+        return _say("interrupted; nothing was published", ExitStatus.INTERRUPTED)
     except _Terminated:
-        return _say("terminated; what was finished is kept below _work/", ExitStatus.TERMINATED)
+        return _say("terminated; nothing was published", ExitStatus.TERMINATED)
     print_summary(summary)
     if not summary.totals.num_failed or (allow_errors and summary.totals.num_answered):
         return ExitStatus.OK

@@ -4,8 +4,11 @@ import contextlib
 import logging
 import os
 import platform
+import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,12 +21,12 @@ from typing import Any, Protocol
 import psutil
 import pyarrow as pa
 
-from pipelines import infer, plan, progress, read, validate, write
+from pipelines import infer, machine, plan, progress, read, validate, write
 from pipelines.engine import Engine, EngineStart
 from pipelines.model import resolve
 from pipelines.storage import Folder
 from schemas import tables
-from schemas.failures import EngineUnusable, UsageError
+from schemas.failures import UsageError
 from schemas.plans import Chunk, Plan
 from schemas.requests import Tally
 from schemas.settings import RunSettings
@@ -32,6 +35,7 @@ from schemas.settings import RunSettings
 _ROWS_AHEAD = 1.5
 # Processes that we started get this long to end by themselves.
 _ENDING_S = 30
+_CONNECT_S = 10
 
 
 class Show(Protocol):
@@ -68,26 +72,32 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     """Answer every line of the input, and publish the tables.
 
     `start_engine` replaces vLLM, for tests. Raises UsageError before any engine starts for what the user must change,
-    and EngineUnusable when the engine doesn't start or dies.
+    and EngineUnusable when the engine doesn't start or dies; what was finished by then stays below `_work/`.
     """
     began = time.time()
     files = read.find_inputs(settings.inputs)
-    output = Folder(settings.output)
+    output = Folder.at(settings.output)
     write.check_output(output)
-    show.phase(
-        "finding the model (the embedded one is unpacked once)" if settings.model is None else "finding the model"
-    )
+    show.phase("finding the model" if settings.model else "finding the model (the embedded one is unpacked once)")
     model = resolve(settings.model)
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
     work = output.join("_work", run_id)
     stager = write.Stager(work)
 
     with _ray(settings.verbose, show):
-        show.phase(f"checking {len(files)} {'file' if len(files) == 1 else 'files'}")
+        placement = _place(settings)
+        show.phase(f"checking {_count(len(files), 'file')}")
         lines = read.lines(files)
         checked = lines.map_batches(validate.check_lines, batch_format="pyarrow", batch_size=None)
         planned = plan.spool(checked, work)
-        finished = _infer(planned, settings, work, stager, show, start_engine)
+        finished = []
+        if planned.chunks:
+            placement = placement.for_chunks(len(planned.chunks), plan.CHUNK_ROWS)
+            show.phase(f"starting {_count(placement.num_replicas, 'engine')}")
+            start = start_engine or EngineStart(
+                model.spec, settings.served_names, settings.engine, placement.replicas_per_node, placement.cores
+            )
+            finished = _infer(planned, placement, start, work, stager, show)
     show.phase("publishing")
     published = write.publish_tables(
         output.join("runs", run_id),
@@ -116,41 +126,25 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
 
 def _infer(
     planned: Plan,
-    settings: RunSettings,
+    placement: infer.Placement,
+    start_engine: Callable[[], Engine],
     work: Folder,
     stager: write.Stager,
     show: Show,
-    start_engine: Callable[[], Engine] | None,
 ) -> list[infer.FinishedChunk]:
     """The chunks of a plan, answered."""
-    if not planned.chunks:
-        return []
-    placement = _place(settings, len(planned.chunks))
-    if start_engine is None:
-        cores = int(placement.num_cpus) if not placement.num_gpus else None
-        start_engine = EngineStart(
-            settings.model, settings.served_names, settings.engine, placement.num_replicas, cores
-        )
-    show.phase(f"starting {placement.num_replicas} {'engine' if placement.num_replicas == 1 else 'engines'}")
     scoreboard = progress.start_scoreboard()
+    items = plan.to_items(planned.chunks)
     finished = []
     with progress.Watch(planned.num_requests, scoreboard, show.progress) as watch:
-        try:
-            for chunk in infer.run_chunks(
-                plan.to_items(planned.chunks),
-                placement,
-                start_engine,
-                ChunkReader(work),
-                stager,
-                scoreboard,
-            ):
-                watch.finished(chunk.number, chunk.tally)
-                finished.append(chunk)
-        except Exception as error:
-            if (cause := _find_cause(error)) is not None:
-                raise EngineUnusable(cause.reason) from error
-            raise
+        for chunk in infer.run_chunks(items, placement, start_engine, ChunkReader(work), stager, scoreboard):
+            watch.finished(chunk.number, chunk.tally)
+            finished.append(chunk)
     return finished
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +157,7 @@ class ChunkReader:
         return plan.read_chunk(self.work, Chunk(**item))
 
 
-def _find_cause(error: BaseException | None) -> EngineUnusable | None:
-    """The engine's own fault in a chain of Ray's exceptions."""
-    # Ray also raises a class of its own that derives from ours; that one's text is a traceback.
-    while error is not None and type(error) is not EngineUnusable:
-        error = getattr(error, "cause", None) or error.__cause__
-    return error
-
-
-def _place(settings: RunSettings, num_chunks: int) -> infer.Placement:
+def _place(settings: RunSettings) -> infer.Placement:
     """Replicas for this cluster: a GPU each (or several), else the CPU cores of a node in equal shares.
 
     Raises UsageError when the cluster hasn't what was asked for.
@@ -183,32 +169,30 @@ def _place(settings: RunSettings, num_chunks: int) -> infer.Placement:
     num_gpus = int(sum(node.get("GPU", 0) for node in nodes))
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if num_gpus:
+        cpus, unit = 1, _count(gpus_each, "GPU")
         fitting = sum(int(node.get("GPU", 0)) // gpus_each for node in nodes)
-        unit, cpus = f"{gpus_each} GPU(s)", 1
-        num_replicas = settings.replicas or max(1, min(fitting, num_chunks))
+        num_replicas = settings.replicas or max(1, fitting)
     else:
-        num_replicas = settings.replicas or max(1, min(len(nodes), num_chunks))
+        num_replicas = settings.replicas or max(1, len([cpus for cpus in num_cpus if cpus]))
         per_node = -(-num_replicas // max(1, len(nodes)))
         cpus = settings.engine.cores or max(1, min(filter(None, num_cpus), default=1) // per_node)
+        unit = _count(cpus, "CPU core")
         fitting = sum(node_cpus // cpus for node_cpus in num_cpus)
-        unit = f"{cpus} CPU core(s)"
     if fitting < num_replicas:
         raise UsageError(
-            f"--replicas {num_replicas} with {unit} each don't fit: the cluster has room for {fitting} "
-            f"({sum(num_cpus)} CPU cores, {num_gpus} GPUs). Give fewer"
+            f"{_count(num_replicas, 'replica')} with {unit} each don't fit: the cluster has {sum(num_cpus)} CPU cores "
+            f"and {num_gpus} GPUs, room for {fitting}. Give fewer --replicas or --engine cores=N"
         )
-    rows = (settings.engine.max_num_seqs or (1024 if num_gpus else 256)) * _ROWS_AHEAD
-    share = -(-num_chunks // num_replicas)
     return infer.Placement(
         num_replicas=num_replicas,
+        is_fixed=settings.replicas is not None,
+        replicas_per_node=-(-num_replicas // max(1, len(nodes))),
         num_cpus=cpus,
         num_gpus=gpus_each if num_gpus else 0,
-        # What one replica has taken, another that comes up later can't have: never more than an even share.
-        chunks_in_flight=min(share, -(-int(rows) // plan.CHUNK_ROWS)),
+        rows_in_flight=int((settings.engine.max_num_seqs or (1024 if num_gpus else 256)) * _ROWS_AHEAD),
         environment={
             "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         },
     )
@@ -235,8 +219,12 @@ def _ray(verbose: bool, show: Show) -> Iterator[None]:
     connected = ray.is_initialized()
     if not connected:
         before = set(psutil.Process().children(recursive=True))
+        handler = signal.getsignal(signal.SIGTERM)
         with contextlib.nullcontext() if verbose else _stderr_unless_it_fails():
-            ray.init(include_dashboard=False, log_to_driver=verbose, logging_level=quiet)
+            _connect(log_to_driver=verbose, logging_level=quiet)
+        if threading.current_thread() is threading.main_thread():
+            # Ray has put one of its own in its place, which knows nothing of our exit statuses.
+            signal.signal(signal.SIGTERM, handler)
         ours = [process for process in psutil.Process().children(recursive=True) if process not in before]
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = verbose
@@ -249,6 +237,29 @@ def _ray(verbose: bool, show: Show) -> Iterator[None]:
             ours += [child for process in ours for child in _children(process) if child not in ours]
             ray.shutdown()
             _wait_for(ours)
+
+
+def _connect(**options: Any) -> None:
+    """Join the Ray cluster that is there, else start one for this run, on the cores that we may use.
+
+    Raises UsageError where RAY_ADDRESS names a cluster that doesn't answer.
+    """
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        # Ray itself would go on trying for many minutes.
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except OSError as error:
+            raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there. Start it, or unset it") from error
+    # Not `address="auto"`, which also joins the private cluster of any other run on this machine.
+    try:
+        ray.init(include_dashboard=False, num_cpus=machine.count_cores(), **options)
+    except ValueError:
+        # What Ray says when there is a cluster to join, whose resources aren't ours to set.
+        ray.init(**options)
 
 
 @contextlib.contextmanager

@@ -105,11 +105,13 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         claim = None
-        environment: dict[str, str] = {}
+        # The model is here by now; nothing may wait for a hub that can't be reached.
+        environment = {"HF_HUB_OFFLINE": "1"}
         if current_platform.is_cpu():
-            claim = machine.CoreClaim(settings.cores or num_cores or machine.count_cores())
+            cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
+            claim = machine.CoreClaim(cores)
             choices = machine.cpu_arguments(settings, num_replicas)
-            environment = machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
+            environment |= machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
         else:
             choices = machine.gpu_arguments(settings)
         for choice in choices:

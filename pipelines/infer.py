@@ -8,9 +8,10 @@ import copy
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -20,11 +21,12 @@ import pyarrow as pa
 from pipelines.engine import Engine
 from pipelines.progress import REPORT_S, ReplicaReport
 from schemas import tables
-from schemas.failures import EngineUnusable
-from schemas.requests import Answered, Event, Failed, Request, Tally
+from schemas.failures import EngineUnusable, Failure
+from schemas.requests import Answered, Failed, Request, Tally
 
 # A finished row is durable after at most this long.
 STAGE_S = 5.0
+MAX_RESTARTS = 3
 
 
 class Stage(Protocol):
@@ -53,11 +55,28 @@ class Placement:
     """Replicas on a cluster: how many, and what each one takes of it."""
 
     num_replicas: int
-    num_cpus: float
+    # Whether the number was given, rather than chosen.
+    is_fixed: bool
+    replicas_per_node: int
+    num_cpus: int
     num_gpus: int
-    # Chunks that one replica works on at a time; their rows together fill the engine, with some to spare.
-    chunks_in_flight: int
+    # Rows that one replica has at a time: what its engine computes together, and some to spare.
+    rows_in_flight: int
     environment: dict[str, str]
+    chunks_in_flight: int = 1
+
+    @property
+    def cores(self) -> int | None:
+        """CPU cores that a replica computes on; None where it has GPUs."""
+        return None if self.num_gpus else self.num_cpus
+
+    def for_chunks(self, num_chunks: int, chunk_rows: int) -> "Placement":
+        """The same for so much work: no replica without a chunk, and none that takes more than an even share, since
+        another that comes up later can't have what it has taken."""
+        num_replicas = self.num_replicas if self.is_fixed else min(self.num_replicas, num_chunks)
+        share = -(-num_chunks // num_replicas)
+        in_flight = min(share, -(-self.rows_in_flight // chunk_rows))
+        return replace(self, num_replicas=num_replicas, chunks_in_flight=in_flight)
 
 
 def run_chunks(
@@ -70,35 +89,91 @@ def run_chunks(
 ) -> Iterator[FinishedChunk]:
     """Send chunks over replicas with Ray Data, and yield each when it is done.
 
-    All replicas are started at once, and work as they come up. Raises what a replica raised: EngineUnusable (as the
-    cause of Ray's own exception) when an engine doesn't start or dies.
+    All replicas are started at once, and work as they come up. Raises EngineUnusable when an engine doesn't start or
+    dies, or a replica's process dies time and again.
     """
     import ray.data
+    import ray.exceptions
     from ray.data import ActorPoolStrategy
+    from ray.util.annotations import RayDeprecationWarning
 
-    finished = ray.data.from_items(chunks, override_num_blocks=len(chunks)).map_batches(
-        Replica,
-        fn_constructor_args=(start_engine, read_chunk, stage, scoreboard),
-        batch_size=1,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(
-            size=placement.num_replicas,
-            max_tasks_in_flight_per_actor=placement.chunks_in_flight,
-            max_concurrent_calls_per_actor=placement.chunks_in_flight,
-            enable_true_multi_threading=True,
-        ),
-        num_cpus=placement.num_cpus,
-        num_gpus=placement.num_gpus or None,
-        runtime_env={"env_vars": placement.environment},
-    )
-    for row in finished.iter_rows():
-        yield FinishedChunk(
-            row["number"],
-            tuple(row["parts"]),
-            Tally(**json.loads(row["tally"])),
-            row["started"],
-            row["ended"],
+    items = ray.data.from_items(chunks, override_num_blocks=len(chunks))
+    with warnings.catch_warnings():
+        # Ray means to take max_restarts under its own name, which this release doesn't yet.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        finished = items.map_batches(
+            Replica,
+            fn_constructor_args=(start_engine, read_chunk, stage, scoreboard),
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(
+                size=placement.num_replicas,
+                max_tasks_in_flight_per_actor=placement.chunks_in_flight,
+                max_concurrent_calls_per_actor=placement.chunks_in_flight,
+                enable_true_multi_threading=True,
+            ),
+            num_cpus=placement.num_cpus,
+            num_gpus=placement.num_gpus or None,
+            runtime_env={"env_vars": placement.environment},
+            # A replica whose process dies comes back, but not for ever: something in its work may be what kills it.
+            max_restarts=MAX_RESTARTS,
+            max_task_retries=MAX_RESTARTS,
         )
+    try:
+        for row in finished.iter_rows():
+            tally = Tally(**json.loads(row["tally"]))
+            yield FinishedChunk(row["number"], tuple(row["parts"]), tally, row["started"], row["ended"])
+    except Exception as error:
+        for cause in _chain(error):
+            # Ray also raises a class of its own that derives from ours; that one's text is a traceback.
+            if type(cause) is EngineUnusable:
+                raise EngineUnusable(cause.reason) from error
+            if isinstance(cause, ray.exceptions.RayActorError):
+                raise EngineUnusable(f"a replica's process died, and {MAX_RESTARTS} new ones in its place") from error
+        raise
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and its causes, Ray's kind of them first."""
+    while error is not None:
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__
+
+
+class OpenWork:
+    """What a replica has under way, for its reports; apart from it, so that reporting doesn't keep it alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: dict[int, Tally] = {}
+        self._in_flight: dict[Future[Any], float] = {}
+        self.closed = threading.Event()
+
+    def begin(self, chunk: int) -> None:
+        with self._lock:
+            self._chunks[chunk] = Tally()
+
+    def submitted(self, future: "Future[Any]") -> None:
+        with self._lock:
+            self._in_flight[future] = time.monotonic()
+
+    def finished(self, chunk: int, future: "Future[Any]", tally: Tally) -> None:
+        with self._lock:
+            del self._in_flight[future]
+            self._chunks[chunk].add(tally)
+
+    def end(self, chunk: int) -> Tally:
+        with self._lock:
+            return self._chunks.pop(chunk)
+
+    def report(self) -> ReplicaReport:
+        with self._lock:
+            oldest = min(self._in_flight.values(), default=time.monotonic())
+            return ReplicaReport(copy.deepcopy(self._chunks), len(self._in_flight), time.monotonic() - oldest)
+
+    def keep_reporting(self, name: str, scoreboard: Any) -> None:
+        while not self.closed.wait(REPORT_S):
+            scoreboard.report.remote(name, self.report())
 
 
 class Replica:
@@ -113,14 +188,10 @@ class Replica:
     ) -> None:
         import ray
 
-        self._name = ray.get_runtime_context().get_actor_id()[:12]
+        self._name = (ray.get_runtime_context().get_actor_id() or "local")[:12]
         self._read_chunk = read_chunk
         self._stage = stage
-        self._scoreboard = scoreboard
-        self._lock = threading.Lock()
-        self._open: dict[int, Tally] = {}
-        self._in_flight: dict[Future[Any], float] = {}
-        self._closed = threading.Event()
+        self._open = OpenWork()
         # An exception here would reach the driver as words in Ray's own; the first chunk raises it as what it is.
         self._start_error: EngineUnusable | None = None
         try:
@@ -128,7 +199,13 @@ class Replica:
         except EngineUnusable as error:
             self._start_error = error
             return
-        threading.Thread(target=self._report, name="report", daemon=True).start()
+        except Exception as error:
+            self._start_error = EngineUnusable(f"the engine didn't start: {' '.join(str(error).split())}")
+            return
+        scoreboard.report.remote(self._name, self._open.report())
+        threading.Thread(
+            target=self._open.keep_reporting, args=(self._name, scoreboard), name="report", daemon=True
+        ).start()
 
     def __call__(self, batch: pa.Table) -> Iterator[dict[str, Any]]:
         for chunk in batch.to_pylist():
@@ -139,9 +216,7 @@ class Replica:
             raise self._start_error
         number = chunk["number"]
         attempt = self._stage.begin(number)
-        tally = Tally()
-        with self._lock:
-            self._open[number] = tally
+        self._open.begin(number)
         started = time.time()
         rows = {self._submit(row): row for row in self._read_chunk(chunk).to_pylist()}
         pending: set[Future[Any]] = set(rows)
@@ -151,71 +226,69 @@ class Replica:
         while pending:
             done, pending = wait(pending, timeout=STAGE_S, return_when=FIRST_COMPLETED)
             for future in done:
-                self._in_flight.pop(future, None)
-                row = rows.pop(future)
-                event = future.result()
-                outcomes.append(make_outcome(row, event, self._name, attempt))
-                with self._lock:
-                    tally.add(make_tally(row, event))
+                outcome, tally = conclude(rows.pop(future), future.result(), self._name, attempt)
+                outcomes.append(outcome)
+                self._open.finished(number, future, tally)
             if outcomes and (not pending or time.monotonic() - staged_at >= STAGE_S):
                 table = pa.Table.from_pylist(outcomes, schema=tables.OUTCOMES)
                 parts.append(self._stage.put(number, attempt, len(parts), table))
                 outcomes, staged_at = [], time.monotonic()
-        with self._lock:
-            del self._open[number]
         return {
             "number": [number],
             "parts": [parts],
-            "tally": [json.dumps(asdict(tally))],
+            "tally": [json.dumps(asdict(self._open.end(number)))],
             "started": [started],
             "ended": [time.time()],
         }
 
     def _submit(self, row: dict[str, Any]) -> "Future[Any]":
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
-        self._in_flight[future] = time.monotonic()
+        self._open.submitted(future)
         return future
-
-    def _report(self) -> None:
-        while not self._closed.is_set():
-            ages = list(self._in_flight.values())
-            oldest = time.monotonic() - min(ages) if ages else 0.0
-            with self._lock:
-                chunks = copy.deepcopy(self._open)
-            self._scoreboard.report.remote(self._name, ReplicaReport(chunks, len(ages), oldest))
-            self._closed.wait(REPORT_S)
 
     def __del__(self) -> None:
         # Ray drops the replica when its work is done; the engine's processes end here rather than as orphans.
-        if hasattr(self, "_closed"):
-            self._closed.set()
         if hasattr(self, "_engine"):
+            self._open.closed.set()
             self._engine.close()
 
 
-def make_outcome(row: dict[str, Any], event: Event, replica: str, attempt: int) -> dict[str, Any]:
-    """One row of `tables.OUTCOMES`: a row of `tables.REQUESTS` and the last event of its request."""
-    if isinstance(event, Failed):
-        failure = event.failure
-        place = f"{row['source_file']}:{row['source_line']}"
-        return {
-            **row,
-            **asdict(failure),
-            "message": f"{place}: {failure.message}",
-            "type": failure.type,
-            "stage": "infer",
-            "raw": row["request"].encode()[: 64 << 10],
-            "attempts": attempt,
-        }
+def conclude(row: dict[str, Any], event: Answered | Failed, replica: str, attempt: int) -> tuple[dict[str, Any], Tally]:
+    """A row of `tables.OUTCOMES` and what it adds to the totals, of a row of `tables.REQUESTS` and its last event.
+
+    An answer that no table can hold (a NaN among its numbers, say) is a failure of this row alone.
+    """
+    if isinstance(event, Answered):
+        try:
+            return _answered(row, event, replica, attempt)
+        except (ValueError, TypeError, KeyError) as error:
+            message = f"the engine's answer can't be written down: {error}"
+            event = Failed(Failure(500, "unusable_answer", message))
+    failure = event.failure
+    outcome = {
+        **row,
+        **asdict(failure),
+        "message": f"{row['source_file']}:{row['source_line']}: {failure.message}",
+        "type": failure.type,
+        "stage": "infer",
+        "raw": row["request"].encode()[: tables.RAW_BYTES],
+        "attempts": attempt,
+    }
+    return outcome, Tally(num_failed=1, reasons={failure.reason: 1})
+
+
+def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) -> tuple[dict[str, Any], Tally]:
     body, usage = event.body, event.usage
-    prompt = jiter.from_json(row["request"].encode()).get("prompt")
-    return {
+    request = jiter.from_json(row["request"].encode())
+    prompt = request.get("prompt")
+    finish_reasons = [choice["finish_reason"] for choice in body["choices"]]
+    outcome = {
         **row,
         "model": body["model"],
         "prompt": prompt if isinstance(prompt, str) else None,
         "response": json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")),
         "text": [choice["text"] for choice in body["choices"]],
-        "finish_reason": [choice["finish_reason"] for choice in body["choices"]],
+        "finish_reason": finish_reasons,
         "created": datetime.fromtimestamp(body["created"], UTC),
         "fingerprint": None,
         "prompt_tokens": usage["prompt_tokens"],
@@ -230,17 +303,10 @@ def make_outcome(row: dict[str, Any], event: Event, replica: str, attempt: int) 
         "attempt": attempt,
         "is_deduplicated": False,
     }
-
-
-def make_tally(row: dict[str, Any], event: Answered | Failed) -> Tally:
-    """What one finished row adds to the run's totals."""
-    if isinstance(event, Failed):
-        return Tally(num_failed=1, reasons={event.failure.reason: 1})
-    request = jiter.from_json(row["request"].encode())
-    is_cut = any(choice["finish_reason"] == "length" for choice in event.body["choices"])
-    return Tally(
+    tally = Tally(
         num_answered=1,
-        prompt_tokens=event.usage["prompt_tokens"],
-        completion_tokens=event.usage["completion_tokens"],
-        num_cut_by_default=int(is_cut and request.get("max_tokens") is None),
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        num_cut_by_default=int("length" in finish_reasons and request.get("max_tokens") is None),
     )
+    return outcome, tally

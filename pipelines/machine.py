@@ -4,6 +4,7 @@ vLLM's defaults are made for a GPU server that somebody waits for; on a small CP
 behind. Each setting chosen here is told with its reason and yields to one that was given.
 """
 
+import importlib.util
 import os
 import re
 import sys
@@ -72,6 +73,11 @@ class CoreClaim:
         folder.mkdir(mode=0o700, exist_ok=True)
         self.cores: list[int] = []
         self._locks: list[FileLock] = []
+        if num_cores > count_cores():
+            raise EngineUnusable(
+                f"this replica was to have {num_cores} CPU cores, and may use {count_cores()} of this machine's. "
+                "Give fewer with --engine cores=N"
+            )
         for core in sorted(os.sched_getaffinity(0)):
             if len(self.cores) == num_cores:
                 break
@@ -153,8 +159,11 @@ def cpu_environment(cores: list[int], tensor_parallel_size: int) -> dict[str, st
 
 def find_libraries() -> list[str]:
     """tcmalloc, from the system or from vLLM, and Intel's OpenMP, from this environment: those that are there."""
-    site = Path(next(path for path in sys.path if path.endswith("site-packages")))
-    tcmalloc = [site / "vllm" / "libs", *map(Path, _TCMALLOC_FOLDERS)]
+    vllm = importlib.util.find_spec("vllm")
+    tcmalloc = [
+        *(Path(place) / "libs" for place in (vllm and vllm.submodule_search_locations) or ()),
+        *map(Path, _TCMALLOC_FOLDERS),
+    ]
     found = [
         next((path for folder in tcmalloc for path in sorted(folder.glob("libtcmalloc_minimal*.so.*"))), None),
         next(iter(Path(sys.prefix, "lib").glob("libiomp5.so")), None),

@@ -17,7 +17,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
-from pipelines.storage import explain, open_store
+from pipelines.storage import absolute, explain, open_store
 from schemas.failures import UsageError
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
@@ -29,10 +29,14 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that can be loaded: where it is, and the name under which it answers."""
+    """A model that can be loaded: where it is, and the name under which it answers.
+
+    `spec` is what another machine resolves to the same model.
+    """
 
     path: str
     name: str
+    spec: str
 
 
 def cache_folder() -> Path:
@@ -46,19 +50,19 @@ def resolve(spec: str | None) -> Model:
     Brings it to this machine where it isn't yet. Raises UsageError that names what is wrong and what to do.
     """
     if spec is None or spec == EMBEDDED_NAME:
-        return Model(str(_embedded()), EMBEDDED_NAME)
+        return Model(str(_embedded()), EMBEDDED_NAME, EMBEDDED_NAME)
     if "://" in spec:
-        return Model(str(_mirror(spec)), spec.rstrip("/").rpartition("/")[2])
+        return Model(str(_mirror(spec)), spec.rstrip("/").rpartition("/")[2], spec)
     path = Path(spec).expanduser()
     if path.exists():
         _check_folder(spec, path)
-        return Model(str(path.resolve()), path.resolve().name)
+        return Model(absolute(spec), Path(absolute(spec)).name, absolute(spec))
     name, _, revision = spec.partition("@")
     if not _HUB_NAME.fullmatch(name) or spec.startswith((".", "/")):
         raise UsageError(
             f"--model {spec}: no such folder. Give a model folder, an s3:// folder, or a hub name (owner/name@revision)"
         )
-    return Model(_download(spec, name, revision or None), name.rpartition("/")[2])
+    return Model(_download(spec, name, revision or None), name.rpartition("/")[2], spec)
 
 
 def _check_folder(spec: str, path: Path) -> None:
@@ -103,7 +107,10 @@ def _mirror(uri: str) -> Path:
         key.update(f"{name} {info['size']} {info.get('ETag') or info.get('mtime')}\n".encode())
 
     def copy(folder: Path) -> None:
-        fs.get(root.rstrip("/") + "/", f"{folder}/", recursive=True)
+        try:
+            fs.get(root.rstrip("/") + "/", f"{folder}/", recursive=True)
+        except Exception as error:
+            raise UsageError(f"--model {uri}: can't be brought here ({explain(error)})") from error
         _check_folder(uri, folder)
 
     return _make_once(cache_folder() / f"mirror-{key.hexdigest()[:16]}", copy)

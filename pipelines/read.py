@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import pyarrow as pa
 
-from pipelines.storage import explain, open_store
+from pipelines.storage import explain, is_remote, open_store
 from schemas import tables
 from schemas.failures import UsageError
 
@@ -46,9 +46,10 @@ def find_inputs(inputs: tuple[str, ...]) -> list[InputFile]:
     for spec in inputs:
         fs, root = open_store(spec)
         for path in _expand(spec, fs, root):
-            uri = path if not _is_remote(spec) else fs.unstrip_protocol(path)
-            if uri not in found:
-                found[uri] = _describe(len(found), _show(spec, path, uri), uri, fs, path)
+            uri = fs.unstrip_protocol(path) if is_remote(spec) else path
+            key = uri if is_remote(spec) else os.path.realpath(path)
+            if key not in found:
+                found[key] = _describe(len(found), _show(spec, path, uri), uri, fs, path)
     return list(found.values())
 
 
@@ -94,7 +95,7 @@ def read_file(file: InputFile, block_bytes: int = BLOCK_BYTES) -> Iterator[pa.Ta
                 if size >= block_bytes:
                     yield pa.Table.from_pylist(rows, schema=tables.LINES)
                     rows, size = [], 0
-    except (OSError, EOFError, ValueError, UsageError) as error:
+    except Exception as error:  # each store and each codec has exceptions of its own
         message = f"{file.name}: breaks off after line {number} ({explain(error)}); get the whole file"
         rows.append(_row(file, None, None, None, message))
     yield pa.Table.from_pylist(rows, schema=tables.LINES)
@@ -124,31 +125,40 @@ def _decompress(raw: IO[bytes]) -> IO[bytes]:
     return raw
 
 
-def _is_remote(spec: str) -> bool:
-    return "://" in spec and not spec.startswith("file://")
-
-
 def _expand(spec: str, fs: Any, root: str) -> list[str]:
     """The paths that one input names, in its store's own form. Raises UsageError where there are none."""
     try:
+        if fs.isfile(root) or (not is_remote(spec) and Path(root).exists() and not fs.isdir(root)):
+            return [root]
+        if fs.isdir(root):
+            below = fs.find(root) if is_remote(spec) else _walk(root)
+            paths = sorted(path for path in below if path.endswith(SUFFIXES) and not _is_hidden(path[len(root) :]))
+            if not paths:
+                raise UsageError(f"{spec}: holds no file that ends in {', '.join(SUFFIXES)}. Name the files, or a glob")
+            return paths
         if glob.has_magic(root):
             paths = sorted(path for path in fs.glob(root) if fs.isfile(path))
             if not paths:
                 raise UsageError(f"{spec}: no file matches. Check the pattern (quoted, if the shell would expand it)")
             return paths
-        if fs.isfile(root):
-            return [root]
-        if fs.isdir(root):
-            below = (path for path in fs.find(root) if path.endswith(SUFFIXES))
-            paths = sorted(path for path in below if not _is_hidden(path[len(root) :]))
-            if not paths:
-                raise UsageError(f"{spec}: holds no file that ends in {', '.join(SUFFIXES)}. Name the files, or a glob")
-            return paths
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{spec}: can't be read ({explain(error)})") from error
+        raise UsageError(f"{spec}: can't be read ({explain(error)}). Check its permissions") from error
     raise UsageError(f"{spec}: no such file or folder. Check --input")
+
+
+def _walk(root: str) -> Iterator[str]:
+    """All files below a local folder, through links too. Raises OSError for a folder that can't be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for folder, children, files in os.walk(root, followlinks=True, onerror=fail):
+        seen.add(os.path.realpath(folder))
+        children[:] = [child for child in children if os.path.realpath(f"{folder}/{child}") not in seen]
+        yield from (f"{folder}/{name}" for name in files)
 
 
 def _is_hidden(path: str) -> bool:
@@ -157,12 +167,14 @@ def _is_hidden(path: str) -> bool:
 
 def _show(spec: str, path: str, uri: str) -> str:
     """How tables name a file: relative where the user's own words were."""
-    if _is_remote(spec):
+    if is_remote(spec):
         return uri
-    return path if Path(spec).is_absolute() or spec.startswith("file://") else os.path.relpath(path)
+    return path if spec.startswith(("/", "~", "file://")) else os.path.relpath(path)
 
 
 def _describe(index: int, name: str, uri: str, fs: Any, path: str) -> InputFile:
+    if not _is_text(name):
+        raise UsageError(f"{name!a}: the file's name isn't UTF-8, so no table could hold it. Rename the file")
     try:
         info = fs.info(path)
         with fs.open(path, "rb") as stream:
@@ -171,3 +183,11 @@ def _describe(index: int, name: str, uri: str, fs: Any, path: str) -> InputFile:
         raise UsageError(f"{name}: can't be read ({explain(error)}). Check its permissions") from error
     version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("LastModified")
     return InputFile(index, name, uri, int(info["size"]), str(version))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,14 +1,14 @@
 """Files and object stores behind one face (fsspec), with writes that appear whole or not at all."""
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
@@ -19,76 +19,67 @@ from schemas.failures import UsageError
 class Folder:
     """A folder on disk or in an object store. Picklable; opens its store where it is used."""
 
+    # Absolute, so that it is the same place in every process, whatever that one's current folder.
     uri: str
+    # As its user wrote it.
+    typed: str
+
+    @classmethod
+    def at(cls, typed: str) -> "Folder":
+        return cls(absolute(typed), typed)
 
     @cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _store(self) -> tuple[Any, str]:
         return open_store(self.uri)
 
-    @property
-    def _fs(self) -> Any:
-        return self._opened[0]
-
     def __getstate__(self) -> dict[str, str]:
-        return {"uri": self.uri}
+        return {"uri": self.uri, "typed": self.typed}
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self._fs, LocalFileSystem)
-
-    def path(self, *parts: str) -> str:
-        """The path of a file below, as its own store names it (without `s3://`)."""
-        return "/".join([self._opened[1].rstrip("/"), *parts])
+        return isinstance(self._store[0], LocalFileSystem)
 
     def join(self, *parts: str) -> "Folder":
-        return Folder("/".join([self.uri.rstrip("/"), *parts]))
+        return Folder(_join(self.uri, *parts), _join(self.typed, *parts))
 
     def show(self, *parts: str) -> str:
         """The path or URI that a person can type, from where the folder's own was typed."""
-        return self.join(*parts).uri
-
-    def exists(self, *parts: str) -> bool:
-        return bool(self._fs.exists(self.path(*parts)))
+        return _join(self.typed, *parts)
 
     def names(self) -> list[str]:
         """Names of what the folder holds directly, sorted; none where there is no such folder."""
-        self._fs.invalidate_cache()
-        if not self._fs.isdir(self.path()):
+        fs, root = self._store
+        fs.invalidate_cache()
+        if not fs.isdir(root):
             return []
-        return sorted(PurePosixPath(path).name for path in self._fs.ls(self.path(), detail=False))
+        return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
 
     def remove(self) -> None:
-        if self._fs.exists(self.path()):
-            self._fs.rm(self.path(), recursive=True)
+        fs, root = self._store
+        if fs.exists(root):
+            fs.rm(root, recursive=True)
 
     def open(self, *parts: str) -> IO[bytes]:
-        stream: IO[bytes] = self._fs.open(self.path(*parts), "rb")
+        fs, root = self._store
+        stream: IO[bytes] = fs.open(_join(root, *parts), "rb")
         return stream
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
-        """Write a file that appears under its name only when the block ends without an exception.
-
-        An object store shows an object only when it is closed. On disk the bytes go to a hidden name beside it first.
-        """
-        path = self.path(*parts)
-        if not self.is_local:
-            with self._fs.open(path, "wb") as stream:
+        """Write a file that appears under its name only when the block ends without an exception."""
+        fs, root = self._store
+        if self.is_local:
+            with _create_local(Path(_join(root, *parts))) as stream:
                 yield stream
             return
-        folder, _, name = path.rpartition("/")
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - fsspec speaks in strings
-        hidden = f"{folder}/.{name}.{os.getpid()}.tmp"
+        stream = fs.open(_join(root, *parts), "wb", autocommit=False)
         try:
-            with open(hidden, "wb") as stream:  # noqa: PTH123
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(hidden, path)  # noqa: PTH105
+            yield stream
+            stream.close()
         except BaseException:
-            if os.path.exists(hidden):  # noqa: PTH110
-                os.unlink(hidden)  # noqa: PTH108
+            stream.discard()
             raise
+        stream.commit()
 
     def write(self, data: bytes, *parts: str) -> None:
         with self.create(*parts) as stream:
@@ -96,17 +87,53 @@ class Folder:
 
     def check_writable(self) -> None:
         """Write a small file below and remove it. Raises UsageError that names the folder and the store's answer."""
+        name = f".probe-{uuid.uuid4().hex}"
         try:
-            self.write(b"", ".probe")
-            self._fs.rm(self.path(".probe"))
+            self.write(b"overnight", name)
+            fs, root = self._store
+            fs.rm(_join(root, name))
+        except UsageError:
+            raise
         except Exception as error:
             raise UsageError(
                 f"{self.show()}: can't be written to ({explain(error)}). Give an --output folder that can"
             ) from error
 
 
+@contextmanager
+def _create_local(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes go to a hidden name beside it first; renaming is what shows them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with hidden.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        hidden.replace(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+
+
+def is_remote(spec: str) -> bool:
+    """Whether a path or URI names an object store rather than this machine's disk."""
+    return "://" in spec and not spec.startswith("file://")
+
+
+def absolute(spec: str) -> str:
+    """A path or URI that names the same place in every process of this machine."""
+    if is_remote(spec):
+        return spec
+    # Not through pathlib, which takes `./~a` for a home folder and doesn't fold `..`.
+    return os.path.abspath(os.path.expanduser(spec.removeprefix("file://")))  # noqa: PTH100, PTH111
+
+
 def open_store(uri: str) -> tuple[Any, str]:
     """The file system of a path or URI, and its path there. Raises UsageError for an unknown or broken address."""
+    if not is_remote(uri):
+        # Not through fsspec's own reading of it, which takes `::` in a file's name for a chain of stores.
+        return LocalFileSystem(), absolute(uri)
     try:
         fs, path = fsspec.core.url_to_fs(uri)
     except Exception as error:
@@ -120,3 +147,7 @@ def explain(error: BaseException) -> str:
         return error.strerror.lower()
     text = " ".join(str(error).split())
     return text or type(error).__name__
+
+
+def _join(base: str, *parts: str) -> str:
+    return "/".join([base.rstrip("/"), *parts]) if parts else base

@@ -13,7 +13,6 @@ from schemas.contract import check_body, parse_strict
 from schemas.failures import Failure
 from schemas.requests import Endpoint
 
-RAW_BYTES = 64 << 10
 ENDPOINT: Endpoint = "/v1/completions"
 
 
@@ -40,8 +39,9 @@ def check_line(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _caller_id(body: Any) -> str | None:
-    value = body.get("request_id") if isinstance(body, dict) else None
-    return value if isinstance(value, str) else None
+    if not isinstance(body, dict):
+        return None
+    return next((value for name in ("custom_id", "request_id") if isinstance(value := body.get(name), str)), None)
 
 
 def _at(place: str, failure: Failure) -> Failure:
@@ -53,6 +53,6 @@ def _fault(stage: str, failure: Failure, raw: bytes | None) -> dict[str, Any]:
         **asdict(failure),
         "type": failure.type,
         "stage": stage,
-        "raw": raw[:RAW_BYTES] if raw is not None else None,
+        "raw": raw[: tables.RAW_BYTES] if raw is not None else None,
         "attempts": 0,
     }

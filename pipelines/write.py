@@ -29,13 +29,13 @@ _INPUT_ORDER = [("source_index", "ascending"), ("source_line", "ascending")]
 
 def check_output(output: Folder) -> None:
     """Raises UsageError where the folder can't be written to, or holds what isn't ours."""
+    output.check_writable()
     names = [name for name in output.names() if not name.startswith(".")]
     if foreign := sorted(set(names) - _OWN_NAMES):
         raise UsageError(
             f"{output.show()}: holds {foreign[0]}, which isn't of a run. Give an --output folder that is new, "
             "empty, or of earlier runs"
         )
-    output.check_writable()
 
 
 @dataclass(frozen=True)

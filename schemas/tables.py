@@ -6,6 +6,8 @@ Published tables have the same columns whatever the rows hold: nested API object
 import pyarrow as pa
 
 VERSION = "1"
+# What `errors` keeps of a line.
+RAW_BYTES = 64 << 10
 
 # Parquet names the items of a list so: what is read is then what was written.
 _TEXTS = pa.list_(pa.field("element", pa.string()))

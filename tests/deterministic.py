@@ -4,6 +4,7 @@ The answer to a prompt is its words in reverse; some words in a prompt ask for a
 """
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -19,7 +20,8 @@ from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
 
 
 class DeterministicEngine:
-    """Answers at once, or after `slow:<seconds>`; fails on `fail`; breaks for good on `die`."""
+    """Answers at once, or after `slow:<seconds>`; fails on `fail`; breaks for good on `die`; takes the
+    whole process with it on `exit`; answers with a NaN on `nan`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -34,12 +36,16 @@ class DeterministicEngine:
         if self._is_dead or "die" in words:
             self._is_dead = True
             raise EngineUnusable("the engine's process has died")
+        if "exit" in words:
+            os._exit(1)
         if "fail" in words:
             yield Failed(Failure(400, "asked_to_fail", "the prompt asks for a failure", "prompt"))
             return
         await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
         choice = {"index": 0, "text": " ".join(reversed(words)), "finish_reason": "stop"}
         usage = {"prompt_tokens": len(words), "completion_tokens": len(words), "total_tokens": 2 * len(words)}
+        if "nan" in words:
+            choice["logprobs"] = {"token_logprobs": [math.nan]}
         answer = {"id": request.id, "created": int(time.time()), "model": "test", "choices": [choice], "usage": usage}
         yield Answered(answer, Timing(None, None, 1.0))
 

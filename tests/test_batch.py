@@ -1,16 +1,18 @@
 """A whole run over Ray, with the deterministic engine: one row out for each line in, in order, published at the end."""
 
+import gc
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.infer import Replica
 from pipelines.plan import CHUNK_ROWS
 from schemas import tables
 from schemas.failures import EngineUnusable, UsageError
 from tests.conftest import write_lines
-from tests.deterministic import Starts
+from tests.deterministic import DeterministicEngine, Starts
 
 
 def test_each_line_becomes_one_row_in_input_order(tmp_path, score):
@@ -98,8 +100,40 @@ def test_an_engine_that_dies_ends_the_run_and_publishes_nothing(tmp_path, score)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_a_replica_that_dies_time_and_again_ends_the_run(tmp_path, score):
+    with pytest.raises(EngineUnusable, match="a replica's process died, and 3 new ones in its place"):
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "exit"}))
+
+
+def test_an_answer_that_no_table_can_hold_is_that_rows_failure(tmp_path, score):
+    run = score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "nan"}, {"prompt": "b"}))
+    assert run.table("responses")["source_line"].to_pylist() == [1, 3]
+    (error,) = run.table("errors").to_pylist()
+    assert (error["status_code"], error["reason"], error["source_line"]) == (500, "unusable_answer", 2)
+
+
+def test_a_replica_that_is_dropped_closes_its_engine(ray_cluster):
+    closed = []
+
+    class Engine(DeterministicEngine):
+        def close(self):
+            closed.append(self)
+
+    class Scoreboard:
+        class report:
+            remote = staticmethod(lambda *_: None)
+
+    replica = Replica(Engine, None, None, Scoreboard)
+    assert closed == []
+    del replica
+    gc.collect()
+    assert len(closed) == 1
+
+
 def test_more_replicas_than_fit_are_refused_before_an_engine_starts(tmp_path, score):
-    with pytest.raises(UsageError, match=r"--replicas 1000 .* don't fit: the cluster has room for \d+"):
+    with pytest.raises(
+        UsageError, match=r"^1000 replicas with 1 CPU core each don't fit: the cluster has \d+ CPU cores"
+    ):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="must not start"), replicas=1000)
 
 

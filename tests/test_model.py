@@ -57,7 +57,7 @@ def test_the_embedded_model_is_a_whole_model_folder():
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(model_folder(tmp_path / "my-model").parent)
-    assert model.resolve("my-model") == model.Model(str(tmp_path / "my-model"), "my-model")
+    assert model.resolve("my-model") == model.Model(str(tmp_path / "my-model"), "my-model", str(tmp_path / "my-model"))
 
 
 @pytest.mark.parametrize(

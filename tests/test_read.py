@@ -68,6 +68,16 @@ def test_a_truncated_archive_keeps_its_lines_and_says_where_it_breaks(tmp_path, 
     assert text.startswith(b"\n".join(row["line"] for row in rows))
 
 
+def test_a_corrupt_archive_is_a_fault_of_the_file(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    packed = bytearray(gzip.compress(b"".join(os.urandom(40).hex().encode() + b"\n" for _ in range(20_000))))
+    for place in range(len(packed) // 2, len(packed) // 2 + 100):
+        packed[place] ^= 0xFF
+    path.write_bytes(packed)
+    *_, last = lines_of(path)
+    assert last["line"] is None and "a.jsonl.gz: breaks off after line" in last["message"]
+
+
 def test_blocks_are_bounded(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"0123456789\n" * 100)
@@ -95,6 +105,34 @@ def test_folders_and_globs_give_their_files_in_order_and_once(tmp_path):
         "notes.txt",
     ]
     assert [file.index for file in found] == [0, 1, 2, 3, 4]
+
+
+def test_folders_behind_links_are_read_and_no_file_twice(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.jsonl").write_text("x\n")
+    (tmp_path / "in" / "a.jsonl").write_text("x\n")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "same.jsonl").symlink_to(tmp_path / "in" / "a.jsonl")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    found = find_inputs((f"{tmp_path}/in", f"{tmp_path}/in/../in/a.jsonl", f"file://{tmp_path}/elsewhere"))
+    assert [os.path.relpath(file.name, tmp_path) for file in found] == ["in/a.jsonl", "in/link/b.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*b?.jsonl", "a::b.jsonl", "a#b c.jsonl", "~a.jsonl", "ü.jsonl"])
+def test_a_file_with_an_odd_name_is_that_file(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("x\n")
+    (tmp_path / "axb1.jsonl").write_text("y\n")
+    monkeypatch.chdir(tmp_path)
+    for spec in (f"{tmp_path}/{name}", f"./{name}"):
+        (file,) = find_inputs((spec,))
+        assert [row["line"] for row in pa.concat_tables(read_file(file)).to_pylist()] == [b"x"]
+
+
+def test_a_name_that_no_table_can_hold_is_refused(tmp_path):
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("x\n")
+    with pytest.raises(UsageError, match=r"the file's name isn't UTF-8"):
+        find_inputs((str(tmp_path),))
 
 
 def test_names_stay_as_the_user_wrote_them(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from jobs import score
-from jobs.console import ExitStatus
+from jobs.exits import ExitStatus
 from pipelines.read import SUFFIXES
 from tests.conftest import DEMO, ROOT
 

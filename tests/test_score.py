@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,6 +80,10 @@ START = psutil.Process().create_time()
         (["--model", "{}/in.jsonl"], "in.jsonl: is a file, expected a folder"),
         (["--model", "{}/empty-folder"], "empty-folder: not a model folder, it lacks config.json"),
         (["--model", "./no-such-model"], "--model ./no-such-model: no such folder"),
+        (["--input", ""], "--input: found nothing, expected a path or URI"),
+        (["--output", ""], "--output: found nothing, expected a path or URI"),
+        (["--model", ""], "--model: found nothing, expected a path or URI"),
+        (["--output", "nosuch://bucket/out"], "nosuch://bucket/out: can't be reached"),
         (["--replicas", "many"], "--replicas many: expected a whole number from 1, or auto"),
         (["--engine", "max_seqs=1"], "--engine max_seqs: no such setting"),
     ],
@@ -98,6 +104,32 @@ def test_what_is_wrong_is_said_in_one_line_with_status_2(tmp_path, arguments, wo
 def test_an_input_on_a_device_that_fails_is_named(tmp_path):
     command = overnight("score", "--input", "/proc/self/mem", "--output", str(tmp_path / "out"))
     assert command.status == 2 and "/proc/self/mem: can't be read (" in command.err
+
+
+def test_a_cluster_that_does_not_answer_is_named(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
+    arguments = ("--input", str(path), "--output", str(tmp_path / "out"))
+    command = overnight("score", *arguments, RAY_ADDRESS="127.0.0.1:1")
+    assert command.status == 2, command.err
+    assert "overnight: RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in command.err
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_a_run_with_its_own_status_and_no_process_left(tmp_path, number, status, word):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
+    command = [Path(sys.executable).parent / "overnight", "score", "--input", path, "--output", tmp_path / "out"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        said = []
+        for line in run.stderr:
+            said.append(line)
+            if "starting 1 engine" in line:
+                children = psutil.Process(run.pid).children(recursive=True)
+                run.send_signal(number)
+    assert run.returncode == status, said
+    assert said[-1] == f"overnight: {word}; nothing was published\n"
+    assert children and not [child for child in children if child.is_running()]
 
 
 def test_an_unknown_option_is_wrong_usage():
@@ -127,6 +159,7 @@ def test_settings_come_from_flags_else_the_environment_else_the_file(tmp_path, m
     assert (from_file.inputs, from_file.output, from_file.replicas) == (("a.jsonl",), "file", 3)
     assert from_file.engine.max_num_seqs == 8 and from_file.keep_work is True
     assert settings_of(OVERNIGHT_OUTPUT="environment", OVERNIGHT_REPLICAS="2").output == "environment"
+    assert settings_of(OVERNIGHT_INPUT="b.jsonl c.jsonl").inputs == ("b.jsonl", "c.jsonl")
     assert settings_of("--output", "flag", OVERNIGHT_OUTPUT="environment").output == "flag"
 
 

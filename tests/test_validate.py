@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from pipelines.validate import RAW_BYTES, check_lines
+from pipelines.validate import check_lines
 from schemas import tables
 
 
@@ -38,7 +38,7 @@ def test_rejections_name_file_line_and_field_and_keep_the_line():
 
 def test_what_is_kept_of_a_line_is_capped():
     (row,) = check(b'{"prompt": ' + b"9" * 200_000)
-    assert len(row["raw"]) == RAW_BYTES
+    assert len(row["raw"]) == tables.RAW_BYTES
 
 
 def test_a_fault_of_a_whole_file_has_no_line():

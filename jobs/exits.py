@@ -1,0 +1,12 @@
+"""Exit statuses, the same for every verb."""
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    ROW_ERRORS = 3
+    INTERRUPTED = 130
+    TERMINATED = 143
