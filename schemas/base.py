@@ -36,3 +36,31 @@ class Plain(BaseModel):
 def optional(kind: type) -> Any:
     """A field that may be absent but not null: it has no default in the schema, and is empty in the model."""
     return Field(default_factory=kind)
+
+
+class GenerationRequest(Open):
+    """What the completion and the chat request say alike."""
+
+    model: str | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    use_beam_search: bool = False
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float = 1.0
+    stop_token_ids: list[int] | None = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = optional(list)
+    request_id: str = optional(str)
+    return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from schemas.base import Open, Plain, optional
+from schemas.base import GenerationRequest, Open, Plain, optional
 from schemas.completion import LegacyStructuralTag as StructuralTag
 from schemas.completion import ResponseFormat
 
@@ -221,13 +221,11 @@ class LogitsProcessor(Open):
     kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(Open):
+class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`, and of a chat line of a batch file."""
 
     messages: list[Message]
-    model: str | None = None
     frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = 0
     max_tokens: int | None = None
@@ -237,32 +235,12 @@ class ChatCompletionRequest(Open):
     response_format: ResponseFormat | StructuralTagResponseFormat | None = None
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     stop: str | list[str] | None = []
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none"] | Literal["auto"] | Literal["required"] | NamedToolChoice | None = "none"
     parallel_tool_calls: bool | None = False
-    user: str | None = None
-
     best_of: int | None = None
-    use_beam_search: bool = False
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = []
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    prompt_logprobs: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = optional(list)
-
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -280,10 +258,7 @@ class ChatCompletionRequest(Open):
     guided_whitespace_pattern: str | None = None
     guided_meta: dict[str, Any] | None = None
     priority: int = 0
-    request_id: str = optional(str)
     logits_processors: list[str | LogitsProcessor] | None = None
-    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, str | int | float] | None = None
     timeout_sec: float | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.base import BOUND_64, Base64, Int64, Open, Plain, TokenId, optional
+from schemas.base import BOUND_64, Base64, GenerationRequest, Int64, Open, Plain, TokenId
 
 XArg = str | int | float
 
@@ -67,61 +67,36 @@ class RepetitionDetectionParams(Plain):
     min_count: int = 0
 
 
-class CompletionRequest(Open):
+class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`, and of a line of a batch file."""
 
-    model: str | None = None
     prompt: list[TokenId] | list[list[TokenId]] | str | list[str] | None = None
     echo: bool | None = False
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
     max_tokens: int | None = 16
     n: int = 1
     presence_penalty: float | None = None
     seed: Int64 | None = None
     stop: str | Annotated[list[str], Field(max_length=4)] | None = []
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     suffix: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-
-    use_beam_search: bool = False
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     watermarking: bool | None = None
-    length_penalty: float = 1.0
-    stop_token_ids: list[int] | None = []
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=BOUND_64)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    bad_words: list[str] = optional(list)
-
     prompt_embeds: Base64 | list[Base64] | None = None
     add_special_tokens: bool = True
     response_format: ResponseFormat | StructuralTagResponseFormat | LegacyStructuralTagResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     priority: Int64 = 0
-    request_id: str = optional(str)
     session_id: str | None = None
-    return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
     return_token_offsets: bool | None = False
     mm_payload: Literal["tensors", "none"] = "tensors"
     return_mm_kwargs: Annotated[bool | None, Field(deprecated=True)] = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, XArg | list[XArg]] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
