@@ -96,6 +96,9 @@ def print_summary(summary: Summary) -> None:
     if number := totals.num_cut_by_default:
         answers = "1 answer was" if number == 1 else f"{number:,} answers were"
         console.print(f"\n{answers} cut at 16 tokens, the schema's default: give max_tokens.")
+    if totals.unknown_fields:
+        fields = ", ".join(f"{name} ({number:,})" for name, number in sorted(totals.unknown_fields.items()))
+        console.print(f"\nfields that the schema doesn't know, with their rows: {fields}. Is one misspelt?")
     console.print("\nopen it with")
     console.print(f"  duckdb -c \"FROM '{summary.tables['responses']}' SELECT id, text\"")
     folder = summary.tables["responses"].removesuffix("/*.parquet")

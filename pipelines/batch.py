@@ -111,7 +111,7 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         run_id,
         output.show("runs", run_id),
         {name: output.show("runs", run_id, name, "*.parquet") for name in tables.PUBLISHED},
-        totals=_add([planned.rejected, *(chunk.tally for chunk in finished)]),
+        totals=_add([planned.validated, *(chunk.tally for chunk in finished)]),
         num_rows=planned.num_rows,
         infer_s=max((c.ended for c in finished), default=0.0) - min((c.started for c in finished), default=0.0),
         total_s=time.time() - began,
@@ -323,6 +323,7 @@ def _manifest(
         | {"python": platform.python_version()},
         "rows": {"input": summary.num_rows, **published.num_rows},
         "errors_by_reason": summary.totals.reasons,
+        "unknown_fields": summary.totals.unknown_fields,
         "rows_cut_by_default_max_tokens": summary.totals.num_cut_by_default,
         "usage": {
             "prompt_tokens": summary.totals.prompt_tokens,

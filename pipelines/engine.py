@@ -1,6 +1,6 @@
 """The engine: vLLM in this process, behind one verb. Only this module imports vLLM, and only once an engine starts.
 
-`generate` is what batch, beams and the online door call. vLLM's own completion handler does the work, so bodies,
+`generate` is what batch, beams and the online door call. vLLM's own serving handlers do the work, so bodies,
 log-probabilities and usage are vLLM's. The engine lives on an event-loop thread of its own: callers may be threads
 (`submit`) or coroutines of that loop (`generate`). vLLM's exceptions are translated here and nowhere else.
 """
@@ -22,7 +22,7 @@ import jiter
 from pipelines import machine
 from pipelines.model import Model, resolve
 from schemas.failures import EngineUnusable, Failure
-from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
+from schemas.requests import Answered, Endpoint, Event, Failed, Lane, Request, Timing
 from schemas.settings import EngineSettings
 
 log = logging.getLogger("overnight.engine")
@@ -76,7 +76,7 @@ class EngineStart:
 
 
 class VllmEngine:
-    """vLLM's AsyncLLM and completion handler. Made with `start`."""
+    """vLLM's AsyncLLM and its completion and chat handlers. Made with `start`."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, claim: machine.CoreClaim | None
@@ -85,7 +85,8 @@ class VllmEngine:
         self._thread = thread
         self._claim = claim
         self._llm: Any = None
-        self._completions: Any = None
+        # By endpoint: the class of vLLM's request, and what answers one.
+        self._handlers: dict[Endpoint, tuple[Any, Any]] = {}
 
     @classmethod
     def start(
@@ -135,6 +136,9 @@ class VllmEngine:
         self, model: Model, served_names: tuple[str, ...], settings: EngineSettings, arguments: dict[str, Any]
     ) -> None:
         from vllm import AsyncEngineArgs
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
         from vllm.entrypoints.openai.models.protocol import BaseModelPath
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -156,21 +160,25 @@ class VllmEngine:
             )
         )
         names = served_names or (model.name,)
-        # Without names of their own: vLLM keeps this frame, and what it holds would outlive the engine.
-        self._completions = OpenAIServingCompletion(
-            self._llm,
-            OpenAIServingModels(self._llm, [BaseModelPath(name=name, model_path=model.path) for name in names]),
-            online_renderer=OnlineRenderer(
-                self._llm.model_config,
-                self._llm.renderer,
-                request_logger=None,
-                chat_template=None,
-                chat_template_content_format="auto",
+        models = OpenAIServingModels(self._llm, [BaseModelPath(name=name, model_path=model.path) for name in names])
+        # The model's own template, never one that a request brings.
+        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        shared: dict[str, Any] = {
+            "online_renderer": OnlineRenderer(
+                self._llm.model_config, self._llm.renderer, request_logger=None, **template
             ),
-            request_logger=None,
-            enable_prompt_tokens_details=True,
-            enable_per_request_metrics=True,
-        )
+            "request_logger": None,
+            "enable_prompt_tokens_details": True,
+            "enable_per_request_metrics": True,
+        }
+        completions = OpenAIServingCompletion(self._llm, models, **shared)
+        chats = OpenAIServingChat(self._llm, models, "assistant", **shared, **template)
+        self._handlers = {
+            "/v1/completions": (CompletionRequest, completions.create_completion),
+            "/v1/chat/completions": (ChatCompletionRequest, chats.create_chat_completion),
+        }
+        # vLLM keeps this frame, and what it holds would outlive the engine.
+        del models, shared, completions, chats
 
     async def generate(
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
@@ -197,23 +205,23 @@ class VllmEngine:
         return events[-1]
 
     async def _complete(self, request: Request, priority: int | None) -> Answered | Failed:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
         started = time.monotonic()
+        request_class, handle = self._handlers[request.endpoint]
         body = jiter.from_json(request.body.encode())
         # vLLM keys its own state by this id; a caller may repeat his.
         body["request_id"] = f"{body.get('request_id') or request.id}-{uuid.uuid4().hex[:12]}"
         if priority is not None:
             body["priority"] = priority
         try:
-            result = await self._completions.create_completion(CompletionRequest.model_validate(body))
+            result = await handle(request_class.model_validate(body))
         except Exception as error:
             return Failed(self._translate(error))
         if isinstance(result, ErrorResponse):
             told = result.error
             return Failed(_failure(told.code, told.message, told.param))
-        assert isinstance(result, CompletionResponse), "a batch request doesn't stream"
+        assert hasattr(result, "choices"), "a batch request doesn't stream"
         if any(choice.finish_reason == "abort" for choice in result.choices):
             self._raise_if_dead()
             return Failed(Failure(500, "aborted", "the engine gave the request up before it was answered"))
@@ -262,7 +270,7 @@ class VllmEngine:
             self._claim.release()
 
     async def _shut_down(self) -> None:
-        llm, self._llm, self._completions = self._llm, None, None
+        llm, self._llm, self._handlers = self._llm, None, {}
         if llm is not None:
             llm.shutdown(_SHUTDOWN_S)
         others = asyncio.all_tasks() - {asyncio.current_task()}

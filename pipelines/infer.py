@@ -287,7 +287,7 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         "model": body["model"],
         "prompt": prompt if isinstance(prompt, str) else None,
         "response": json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")),
-        "text": [choice["text"] for choice in body["choices"]],
+        "text": [choice["text"] if "text" in choice else choice["message"]["content"] for choice in body["choices"]],
         "finish_reason": finish_reasons,
         "created": datetime.fromtimestamp(body["created"], UTC),
         "fingerprint": None,
@@ -307,6 +307,9 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         num_answered=1,
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
-        num_cut_by_default=int("length" in finish_reasons and request.get("max_tokens") is None),
+        num_cut_by_default=int(
+            # A chat that doesn't say goes on to the end of the context instead.
+            "length" in finish_reasons and row["endpoint"] == "/v1/completions" and request.get("max_tokens") is None
+        ),
     )
     return outcome, tally

@@ -4,6 +4,7 @@ A spool part holds the accepted rows of one block as row groups; a row group is 
 addressed by its number. The order is that of the input.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,17 +27,16 @@ def spool(checked: Any, work: Folder) -> Plan:
     described = checked.map_batches(
         SpoolWriter(work), batch_format="pyarrow", batch_size=None, zero_copy_batch=True
     ).take_all()
-    parts, rejected, number = [], Tally(), 0
+    parts, validated, number = [], Tally(), 0
     for row in sorted(described, key=lambda row: row["part"]):
         chunks = []
         for row_group, num_rows in enumerate(row["chunk_rows"]):
             chunks.append(Chunk(number, row["part"], row_group, num_rows))
             number += 1
-        num_rejections = sum(row["reason_rows"])
-        reasons = dict(zip(row["reasons"], row["reason_rows"], strict=True))
-        rejected.add(Tally(num_failed=num_rejections, reasons=reasons))
-        parts.append(Part(row["part"], tuple(chunks), num_rejections))
-    return Plan(tuple(parts), rejected)
+        tally = Tally(**json.loads(row["tally"]))
+        validated.add(tally)
+        parts.append(Part(row["part"], tuple(chunks), tally.num_failed))
+    return Plan(tuple(parts), validated)
 
 
 def read_chunk(work: Folder, chunk: Chunk) -> pa.Table:
@@ -85,10 +85,18 @@ class SpoolWriter:
         if rejected.num_rows:
             with self.work.create("rejections", f"{name}.parquet") as stream:
                 pq.write_table(rejected.cast(tables.REJECTIONS), stream, compression="zstd")
-        reasons = pc.value_counts(rejected["reason"]).to_pylist()
+        unknown = block.filter(pc.is_null(block["reason"]))["unknown_fields"]
+        tally = Tally(
+            num_failed=rejected.num_rows,
+            reasons=_count_values(rejected["reason"]),
+            unknown_fields=_count_values(pc.list_flatten(unknown)),
+        )
         yield {
             "part": [name],
             "chunk_rows": [chunk_rows],
-            "reasons": [[entry["values"] for entry in reasons]],
-            "reason_rows": [[entry["counts"] for entry in reasons]],
+            "tally": [json.dumps(asdict(tally))],
         }
+
+
+def _count_values(column: Any) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}

@@ -3,6 +3,7 @@
 A row has a `request` or a `reason`, never both, and each line becomes one row.
 """
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +12,7 @@ import pyarrow as pa
 from schemas import tables
 from schemas.contract import check_body, parse_strict
 from schemas.failures import Failure
-from schemas.requests import Endpoint
-
-ENDPOINT: Endpoint = "/v1/completions"
+from schemas.shapes import recognise, unknown_fields
 
 
 def check_lines(lines: pa.Table) -> pa.Table:
@@ -28,20 +27,35 @@ def check_line(line: dict[str, Any]) -> dict[str, Any]:
     if line["line"] is None:
         return {**row, "id": place, **_fault("read", Failure(400, "unreadable_file", line["message"]), None)}
     raw: bytes = line["line"]
-    body = parse_strict(raw)
-    if isinstance(body, Failure):
-        return {**row, "id": place, **_fault("validate", _at(place, body), raw)}
-    failure = check_body(body, ENDPOINT)
-    row["id"] = _caller_id(body) or place
+    value = parse_strict(raw)
+    if isinstance(value, Failure):
+        return {**row, "id": place, **_fault("validate", _at(place, value), raw)}
+    shaped = recognise(value)
+    if isinstance(shaped, Failure):
+        return {**row, "id": _id_of_unknown(value) or place, **_fault("validate", _at(place, shaped), raw)}
+    row["id"] = shaped.id or place
+    failure = check_body(shaped.body, shaped.endpoint)
     if failure is not None:
         return {**row, **_fault("validate", _at(place, failure), raw)}
-    return {**row, "endpoint": ENDPOINT, "request": raw.decode()}
+    return {
+        **row,
+        "endpoint": shaped.endpoint,
+        # The line's own text where the body is all of it, so that it travels as it was written.
+        "request": raw.decode() if shaped.body is value else _to_json(shaped.body),
+        "extra": _to_json(shaped.extra) if shaped.extra else None,
+        "unknown_fields": unknown_fields(shaped, value),
+    }
 
 
-def _caller_id(body: Any) -> str | None:
-    if not isinstance(body, dict):
+def _id_of_unknown(value: Any) -> str | None:
+    """The caller's id in a line whose shape isn't known, so that he finds it again."""
+    if not isinstance(value, dict):
         return None
-    return next((value for name in ("custom_id", "request_id") if isinstance(value := body.get(name), str)), None)
+    return next((v for name in ("custom_id", "recordId", "request_id") if isinstance(v := value.get(name), str)), None)
+
+
+def _to_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _at(place: str, failure: Failure) -> Failure:

@@ -14,7 +14,11 @@ from schemas import rules
 from schemas.failures import Failure
 from schemas.requests import Endpoint
 
-SCHEMA_FILES: dict[Endpoint, str] = {"/v1/completions": "completion_request.schema.json"}
+SCHEMA_FILES: dict[Endpoint, str] = {
+    "/v1/completions": "completion_request.schema.json",
+    "/v1/chat/completions": "chat_completion_request.schema.json",
+    "/external/api/inference": "legacy_chat_request.schema.json",
+}
 
 # Only a number with an exponent or with hundreds of digits can overflow to infinity.
 _MAY_OVERFLOW = re.compile(rb"[0-9][eE]\+?[0-9]|[0-9]{300}")
@@ -45,13 +49,24 @@ def check_body(body: Any, endpoint: Endpoint) -> Failure | None:
     validator = _validator(endpoint)
     if not validator.is_valid(body):
         return _explain_schema_error(next(validator.iter_errors(body)), body)
-    return rules.broken_rule(body)
+    return rules.broken_rule(body, endpoint)
+
+
+def known_fields(endpoint: Endpoint) -> frozenset[str]:
+    """The fields of which an endpoint's schema speaks."""
+    return frozenset(_schema(endpoint)["properties"])
+
+
+@cache
+def _schema(endpoint: Endpoint) -> dict[str, Any]:
+    text = resources.files(__package__).joinpath(SCHEMA_FILES[endpoint]).read_text()
+    schema: dict[str, Any] = json.loads(text)
+    return schema
 
 
 @cache
 def _validator(endpoint: Endpoint) -> jsonschema_rs.Draft202012Validator:
-    text = resources.files(__package__).joinpath(SCHEMA_FILES[endpoint]).read_text()
-    return jsonschema_rs.Draft202012Validator(json.loads(text))
+    return jsonschema_rs.Draft202012Validator(_schema(endpoint))
 
 
 # --- explanations ---------------------------------------------------------------------------------------------------

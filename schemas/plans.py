@@ -29,8 +29,8 @@ class Plan:
     """What a run is going to do, in input order."""
 
     parts: tuple[Part, ...]
-    # What validation found: the rows that failed, by reason.
-    rejected: Tally = field(default_factory=Tally)
+    # What validation found: rows that failed, by reason, and fields that no schema knows, by name.
+    validated: Tally = field(default_factory=Tally)
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -42,4 +42,4 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        return self.num_requests + self.rejected.num_failed
+        return self.num_requests + self.validated.num_failed

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from schemas.failures import Failure
 
-Endpoint = Literal["/v1/completions"]
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/external/api/inference"]
 Lane = Literal["batch", "online"]
 
 
@@ -61,6 +61,8 @@ class Tally:
     # Rows that ended at the default of 16 tokens without having asked for a number of tokens.
     num_cut_by_default: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    # Fields of accepted rows of which no schema speaks, by name.
+    unknown_fields: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_done(self) -> int:
@@ -72,5 +74,6 @@ class Tally:
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.num_cut_by_default += other.num_cut_by_default
-        for reason, number in other.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + number
+        for mine, theirs in ((self.reasons, other.reasons), (self.unknown_fields, other.unknown_fields)):
+            for name, number in theirs.items():
+                mine[name] = mine.get(name, 0) + number

@@ -117,7 +117,7 @@ REQUESTS = pa.schema(
 )
 _FAULT_COLUMNS = ["stage", "status_code", "type", "reason", "param", "message", "raw", "attempts"]
 FAULTS = pa.schema([ERRORS.field(column).with_nullable(True) for column in _FAULT_COLUMNS])
-CHECKED = pa.schema([*REQUESTS, *FAULTS])
+CHECKED = pa.schema([*REQUESTS, pa.field("unknown_fields", pa.list_(pa.string())), *FAULTS])
 REJECTIONS = pa.schema([_INDEX, *ERRORS])
 
 # infer stages these: an answer or a fault.

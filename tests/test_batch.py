@@ -38,12 +38,25 @@ def test_requests_and_ids_come_out_as_they_went_in(tmp_path, score):
     texts = [
         '{"request_id": "2024-05-01", "prompt": "2024-01-01T00:00:00Z", "seed": 9007199254740993}',
         '{"request_id":"00123","prompt":[1,2,3],"stop":"\\n"}',
-        '{"request_id":"ü \\u00e9","prompt":["a","b"],"stop":["\\n","."],"extra_field":{"deep":[1.50,null]}}',
+        '{"model":"test","request_id":"ü \\u00e9","prompt":["a","b"],"extra_field":{"deep":[1.50,null]}}',
     ]
     run = score(write_lines(tmp_path / "a.jsonl", *texts))
     assert run.table("responses")["request"].to_pylist() == texts
     assert run.table("responses")["id"].to_pylist() == ["2024-05-01", "00123", "ü é"]
     assert run.table("responses")["prompt"].to_pylist() == ["2024-01-01T00:00:00Z", None, None]
+
+
+def test_a_callers_own_columns_come_out_beside_the_answer_and_are_told(tmp_path, score):
+    lines = [
+        {"prompt": "a b", "label": "spam", "row": 17},
+        {"custom_id": "007", "method": "POST", "url": "/v1/completions", "body": {"prompt": "c"}, "tag": [1]},
+    ]
+    run = score(write_lines(tmp_path / "a.jsonl", *lines))
+    rows = run.table("responses").to_pylist()
+    assert [json.loads(row["extra"]) for row in rows] == [{"label": "spam", "row": 17}, {"tag": [1]}]
+    assert [json.loads(row["request"]) for row in rows] == [{"prompt": "a b"}, {"prompt": "c"}]
+    assert [row["id"] for row in rows] == [f"{tmp_path}/a.jsonl:1", "007"]
+    assert run.summary.totals.unknown_fields == run.manifest["unknown_fields"] == {"label": 1, "row": 1}
 
 
 def test_the_manifest_tells_what_the_tables_hold(tmp_path, score):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from pipelines.engine import EngineStart, VllmEngine
+from pipelines.infer import conclude
 from pipelines.model import resolve
 from schemas.failures import EngineUnusable
 from schemas.requests import Answered, Failed, Request
@@ -49,6 +50,28 @@ def test_prompts_come_in_every_form_of_the_schema(complete):
     assert len(text(both)) == 2 and text(both)[0] == as_text[0]
     assert both.usage["prompt_tokens"] == 8
     assert text(complete(prompt=["The capital of France is"], max_tokens=4, temperature=0)) == as_text
+
+
+def test_a_chat_is_answered_with_the_models_own_template(engine):
+    def chat(**body):
+        request = Request("chat", "/v1/chat/completions", json.dumps(body))
+        return engine.submit(request, lane="batch").result(timeout=300)
+
+    parts = [{"type": "text", "text": "What is the capital of France?"}]
+    plain, in_parts = (
+        chat(messages=[{"role": "user", "content": content}], max_tokens=24, temperature=0)
+        for content in (parts[0]["text"], parts)
+    )
+    assert "Paris" in plain.body["choices"][0]["message"]["content"]
+    assert plain.body["object"] == "chat.completion" and "metrics" not in plain.body
+    assert in_parts.body["choices"] == plain.body["choices"]
+    row = {"source_file": "f", "source_line": 1, "endpoint": "/v1/chat/completions", "request": '{"messages": []}'}
+    outcome, tally = conclude(row, plain, "r", 1)
+    assert outcome["text"] == [plain.body["choices"][0]["message"]["content"]] and tally.num_cut_by_default == 0
+    failed = chat(messages=[{"role": "user", "content": "a " * 9_000}])
+    assert isinstance(failed, Failed) and failed.failure.status_code == 400
+    template = chat(messages=[{"role": "user", "content": "a"}], chat_template="{{ 1 }}")
+    assert isinstance(template, Failed) and "template" in template.failure.message.lower()
 
 
 def test_beams_are_as_many_as_n_and_the_best_comes_first(complete):

@@ -98,6 +98,48 @@ def test_a_batch_body_cannot_ask_for_a_stream(field):
     assert check_body({"prompt": "a", "stream": False}, ENDPOINT) is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "advice"),
+    [
+        ("guided_json", {"type": "object"}, "write it as structured_outputs.json"),
+        ("best_of", 3, "write it as n"),
+        ("use_beamsearch", True, "write it as use_beam_search"),
+        ("extra_body", {"priority": 1}, "write its fields beside the others"),
+        ("guided_decoding_backend", "xgrammar", "leave it out"),
+    ],
+)
+def test_a_field_that_does_nothing_any_more_is_refused_with_its_new_name(field, value, advice):
+    failure = check_body({"prompt": "a", field: value}, ENDPOINT)
+    assert failure is not None and (failure.status_code, failure.reason, failure.param) == (400, "retired_field", field)
+    assert advice in failure.message
+    assert check_body({"prompt": "a", field: None}, ENDPOINT) is None
+
+
+def test_chat_bodies_have_a_schema_of_their_own():
+    messages = [
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+        {"role": "user", "content": [{"type": "text", "text": "B"}]},
+    ]
+    assert check_body({"messages": messages}, "/v1/chat/completions") is None
+    for body, param in (
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": [], "logprobs": 3}, "logprobs"),
+        ({}, None),
+    ):
+        failure = check_body(body, "/v1/chat/completions")
+        assert failure is not None and (failure.status_code, failure.param) == (422, param)
+
+
+_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_a_legacy_chat_body_is_refused_by_name():
+    failure = check_body({"context": [{"type": "Human", "text": "hi"}]}, "/external/api/inference")
+    assert failure is not None and (failure.reason, failure.param) == ("unsupported_endpoint", "context")
+
+
 def test_engine_settings_come_from_pairs():
     assert parse_engine_settings(["max_num_seqs=64", "dtype=float32"]) == EngineSettings(
         max_num_seqs=64, dtype="float32"

@@ -36,6 +36,24 @@ def test_rejections_name_file_line_and_field_and_keep_the_line():
     assert (worse["id"], worse["reason"], worse["type"]) == ("f.jsonl:8", "invalid_json", "BadRequestError")
 
 
+def test_an_envelope_gives_its_body_its_id_and_what_stands_beside_them():
+    body = b'{"prompt":"x","seed":9007199254740993}'
+    (row,) = check(b'{"custom_id":"00123","method":"POST","url":"/v1/completions","body":' + body + b',"tag":1.50}')
+    assert (row["id"], row["endpoint"], row["extra"]) == ("00123", "/v1/completions", '{"tag":1.5}')
+    assert row["request"] == body.decode() and row["unknown_fields"] == []
+
+
+def test_fields_that_no_schema_knows_are_counted():
+    with_model, without = check(b'{"model":"m","prompt":"a","max_token":5}', b'{"prompt":"a","max_token":5}')
+    assert with_model["unknown_fields"] == without["unknown_fields"] == ["max_token"]
+    assert with_model["extra"] is None and without["extra"] == '{"max_token":5}'
+
+
+def test_a_line_whose_shape_is_not_taken_keeps_its_callers_id():
+    (row,) = check(b'{"custom_id": "b", "params": {}}')
+    assert (row["id"], row["reason"], row["param"]) == ("b", "unsupported_shape", "params")
+
+
 def test_what_is_kept_of_a_line_is_capped():
     (row,) = check(b'{"prompt": ' + b"9" * 200_000)
     assert len(row["raw"]) == tables.RAW_BYTES
