@@ -58,7 +58,7 @@ class RunView:
 
     def _line(self, text: str) -> None:
         self._last_line = time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: T201 - a line of a log
 
 
 def describe(now: RunProgress) -> str:

@@ -126,7 +126,7 @@ def absolute(spec: str) -> str:
     if is_remote(spec):
         return spec
     # Not through pathlib, which takes `./~a` for a home folder and doesn't fold `..`.
-    return os.path.abspath(os.path.expanduser(spec.removeprefix("file://")))  # noqa: PTH100, PTH111
+    return os.path.abspath(os.path.expanduser(spec.removeprefix("file://")))  # noqa: PTH100, PTH111 - see above
 
 
 def open_store(uri: str) -> tuple[Any, str]:

@@ -8,7 +8,7 @@ from schemas.requests import Endpoint
 
 Rule = Callable[[dict[str, Any], Endpoint], Iterator[Failure]]
 
-# Fields that the engine took under another name once, and ignores today.
+# Fields that the engine ignores: names that it took once, and likely mistakes. The second is today's name.
 RETIRED = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",

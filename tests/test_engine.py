@@ -96,7 +96,7 @@ def test_structured_outputs_obey_their_schema(complete):
     assert text(complete(prompt="Yes or no?", structured_outputs={"choice": ["yes", "no"]}))[0] in {"yes", "no"}
 
 
-def test_seeds_stops_and_priorities_are_honoured(complete):
+def test_seeds_and_stops_are_honoured_and_priorities_taken(complete):
     sampled = [text(complete(prompt="Once", temperature=1, seed=5, max_tokens=12)) for _ in range(2)]
     assert sampled[0] == sampled[1]
     stopped = complete(prompt="Count: one, two, three,", stop=[" six"], max_tokens=32, temperature=0)
