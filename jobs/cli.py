@@ -1,10 +1,11 @@
 """`overnight <verb>`: every verb behind one command."""
 
-from jobs import score
+from jobs import check, score
 from jobs.config import CONTEXT, make_app
 
 app = make_app()
 app.command("score", context_settings=CONTEXT)(score.score)
+app.command("check", context_settings=CONTEXT)(check.check)
 
 
 @app.callback()

@@ -8,9 +8,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pipelines.batch import Summary
+from pipelines.check import Report
 from pipelines.progress import Progress as RunProgress
 
 LINE_EVERY_S = 5.0
+# Refused lines that a check shows.
+MAX_PRINTED = 50
 
 
 class RunView:
@@ -41,6 +44,11 @@ class RunView:
         self._bar.update(self._task, description=text, total=None, detail="")
         if not self.console.is_terminal:
             self._line(text)
+
+    def checked(self, num_rows: int) -> None:
+        self._bar.update(self._task, detail=f"{num_rows:,} lines")
+        if not self.console.is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._line(f"{num_rows:,} lines checked")
 
     def progress(self, now: RunProgress) -> None:
         if not now.num_replicas_up:
@@ -78,6 +86,38 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def print_report(report: Report, to_stderr: bool = False) -> None:
+    """What a check found: the refused lines, then the counts."""
+    console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if report.num_rejected and not to_stderr:
+        for row in report.rejections[:MAX_PRINTED]:
+            console.print(row["message"])
+        if (more := report.num_rejected - MAX_PRINTED) > 0:
+            console.print(f"… and {more:,} more: --json lists them all")
+        console.print()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("lines", f"{report.num_rows:,}: {report.num_accepted:,} accepted, {report.num_rejected:,} refused")
+    _add_counts(table, report.reasons)
+    for endpoint, number in sorted(report.endpoints.items()):
+        table.add_row(endpoint, f"{number:,}")
+    table.add_row("prompt tokens", f"{report.prompt_tokens:,}, at most {report.longest_prompt:,} in a request")
+    console.print(table)
+    _print_unknown(console, report.unknown_fields)
+
+
+def _add_counts(table: Table, reasons: dict[str, int]) -> None:
+    for reason, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row("", f"  {number:,} {reason}")
+
+
+def _print_unknown(console: Console, unknown_fields: dict[str, int]) -> None:
+    if unknown_fields:
+        fields = ", ".join(f"{name} ({number:,})" for name, number in sorted(unknown_fields.items()))
+        console.print(f"\nfields that the schema doesn't know, with their rows: {fields}. Is one misspelt?")
+
+
 def print_summary(summary: Summary) -> None:
     """The closing words of a run, on standard output."""
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -86,8 +126,7 @@ def print_summary(summary: Summary) -> None:
     table.add_column(style="dim")
     table.add_column()
     table.add_row("rows", f"{summary.num_rows:,}: {totals.num_answered:,} answered, {totals.num_failed:,} failed")
-    for reason, number in sorted(totals.reasons.items(), key=lambda item: (-item[1], item[0])):
-        table.add_row("", f"  {number:,} {reason}")
+    _add_counts(table, totals.reasons)
     table.add_row("tokens", f"{totals.prompt_tokens:,} in, {totals.completion_tokens:,} out")
     table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s over {_clock(summary.infer_s)}")
     table.add_row("time", f"{_clock(summary.total_s)} in all")
@@ -96,9 +135,7 @@ def print_summary(summary: Summary) -> None:
     if number := totals.num_cut_by_default:
         answers = "1 answer was" if number == 1 else f"{number:,} answers were"
         console.print(f"\n{answers} cut at 16 tokens, the schema's default: give max_tokens.")
-    if totals.unknown_fields:
-        fields = ", ".join(f"{name} ({number:,})" for name, number in sorted(totals.unknown_fields.items()))
-        console.print(f"\nfields that the schema doesn't know, with their rows: {fields}. Is one misspelt?")
+    _print_unknown(console, totals.unknown_fields)
     console.print("\nopen it with")
     console.print(f"  duckdb -c \"FROM '{summary.tables['responses']}' SELECT id, text\"")
     folder = summary.tables["responses"].removesuffix("/*.parquet")

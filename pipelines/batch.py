@@ -1,29 +1,24 @@
 """The batch door: a run from input files to published tables. `run` is the whole of it, top to bottom."""
 
-import contextlib
-import logging
-import os
 import platform
-import signal
-import socket
-import sys
-import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
-import psutil
 import pyarrow as pa
 
-from pipelines import infer, machine, plan, progress, read, validate, write
+from pipelines import cluster, infer, plan, progress, write
+from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
+from pipelines.inputs import InputFile, find_inputs
+from pipelines.limits import read_limits
 from pipelines.model import resolve
+from pipelines.progress import Show
 from pipelines.storage import Folder
 from schemas import tables
 from schemas.failures import UsageError
@@ -33,21 +28,6 @@ from schemas.settings import RunSettings
 
 # More rows than the engine computes at a time stand ready in it, so that no step runs with empty places.
 _ROWS_AHEAD = 1.5
-# Processes that we started get this long to end by themselves.
-_ENDING_S = 30
-_CONNECT_S = 10
-
-
-class Show(Protocol):
-    """What a run tells whoever watches it."""
-
-    def phase(self, text: str) -> None:
-        """The run goes on to something that takes a while."""
-        ...
-
-    def progress(self, now: progress.Progress) -> None:
-        """Once a second while requests are answered."""
-        ...
 
 
 @dataclass(slots=True)
@@ -75,21 +55,21 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     and EngineUnusable when the engine doesn't start or dies; what was finished by then stays below `_work/`.
     """
     began = time.time()
-    files = read.find_inputs(settings.inputs)
+    files = find_inputs(settings.inputs)
     output = Folder.at(settings.output)
     write.check_output(output)
     show.phase("finding the model" if settings.model else "finding the model (the embedded one is unpacked once)")
     model = resolve(settings.model)
+    limits = read_limits(model, settings.served_names, settings.engine)
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
     work = output.join("_work", run_id)
     stager = write.Stager(work)
 
-    with _ray(settings.verbose, show):
+    show.phase("starting Ray")
+    with cluster.connected(settings.verbose):
         placement = _place(settings)
         show.phase(f"checking {_count(len(files), 'file')}")
-        lines = read.lines(files)
-        checked = lines.map_batches(validate.check_lines, batch_format="pyarrow", batch_size=None)
-        planned = plan.spool(checked, work)
+        planned = plan.spool(checked_lines(files, settings, model, limits), work, show.checked)
         finished = []
         if planned.chunks:
             placement = placement.for_chunks(len(planned.chunks), plan.CHUNK_ROWS)
@@ -116,8 +96,7 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         infer_s=max((c.ended for c in finished), default=0.0) - min((c.started for c in finished), default=0.0),
         total_s=time.time() - began,
     )
-    names = settings.served_names or (model.name,)
-    manifest = _manifest(settings, summary, names, files, published, datetime.fromtimestamp(began, UTC))
+    manifest = _manifest(settings, summary, limits.served_names, files, published, datetime.fromtimestamp(began, UTC))
     write.publish_manifest(output, run_id, manifest)
     if not settings.keep_work:
         work.remove()
@@ -198,103 +177,6 @@ def _place(settings: RunSettings) -> infer.Placement:
     )
 
 
-@contextlib.contextmanager
-def _ray(verbose: bool, show: Show) -> Iterator[None]:
-    """A Ray cluster: the one that is there (RAY_ADDRESS, or started on this machine), else one of our own.
-
-    Of our own, no process is left when the block ends.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray warns of a coming change of a default that doesn't touch us: no task here runs without its GPUs.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if not verbose:
-        # Ray's core writes its own warnings past its log files; the exceptions that it raises still arrive.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    show.phase("starting Ray")
-    import ray
-    import ray.data
-
-    quiet = logging.INFO if verbose else logging.ERROR
-    ours: list[psutil.Process] = []
-    connected = ray.is_initialized()
-    if not connected:
-        before = set(psutil.Process().children(recursive=True))
-        handler = signal.getsignal(signal.SIGTERM)
-        with contextlib.nullcontext() if verbose else _stderr_unless_it_fails():
-            _connect(log_to_driver=verbose, logging_level=quiet)
-        if threading.current_thread() is threading.main_thread():
-            # Ray has put one of its own in its place, which knows nothing of our exit statuses.
-            signal.signal(signal.SIGTERM, handler)
-        ours = [process for process in psutil.Process().children(recursive=True) if process not in before]
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = verbose
-    context.print_on_execution_start = verbose
-    logging.getLogger("ray.data").setLevel(quiet)
-    try:
-        yield
-    finally:
-        if not connected:
-            ours += [child for process in ours for child in _children(process) if child not in ours]
-            ray.shutdown()
-            _wait_for(ours)
-
-
-def _connect(**options: Any) -> None:
-    """Join the Ray cluster that is there, else start one for this run, on the cores that we may use.
-
-    Raises UsageError where RAY_ADDRESS names a cluster that doesn't answer.
-    """
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        # Ray itself would go on trying for many minutes.
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        except OSError as error:
-            raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there. Start it, or unset it") from error
-    # Not `address="auto"`, which also joins the private cluster of any other run on this machine.
-    try:
-        ray.init(include_dashboard=False, num_cpus=machine.count_cores(), **options)
-    except ValueError:
-        # What Ray says when there is a cluster to join, whose resources aren't ours to set.
-        ray.init(**options)
-
-
-@contextlib.contextmanager
-def _stderr_unless_it_fails() -> Iterator[None]:
-    """Keep back what anything, C++ included, writes to standard error in the block; show it when the block raises."""
-    sys.stderr.flush()
-    real = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            kept.seek(0)
-            os.write(real, kept.read())
-            raise
-        finally:
-            os.dup2(real, 2)
-            os.close(real)
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _wait_for(processes: list[psutil.Process]) -> None:
-    """Until these have ended; those that don't are ended."""
-    _, alive = psutil.wait_procs(processes, timeout=_ENDING_S)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=5)
-
-
 def _add(tallies: list[Tally]) -> Tally:
     total = Tally()
     for tally in tallies:
@@ -306,7 +188,7 @@ def _manifest(
     settings: RunSettings,
     summary: Summary,
     served_names: tuple[str, ...],
-    files: list[read.InputFile],
+    files: list[InputFile],
     published: write.Published,
     began: datetime,
 ) -> dict[str, Any]:

@@ -15,13 +15,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import jiter
 
 from pipelines import machine
+from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
 from schemas.failures import EngineUnusable, Failure
+from schemas.limits import ModelLimits
 from schemas.requests import Answered, Endpoint, Event, Failed, Lane, Request, Timing
 from schemas.settings import EngineSettings
 
@@ -127,7 +130,7 @@ class VllmEngine:
                 engine._run(engine._load(model, served_names, settings, arguments))
         except BaseException as error:
             engine.close()
-            if not isinstance(error, Exception):
+            if isinstance(error, EngineUnusable) or not isinstance(error, Exception):
                 raise
             raise EngineUnusable(f"the engine didn't start: {_one_line(error)}") from error
         return engine
@@ -145,12 +148,16 @@ class VllmEngine:
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        limits = read_limits(model, served_names, settings)
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model.path,
-                served_model_name=list(served_names) or [model.name],
+                served_model_name=list(limits.served_names),
                 max_model_len=settings.max_model_len,
                 max_logprobs=settings.max_logprobs,
+                enable_prompt_embeds="prompt_embeds" in limits.allowed,
+                # Of several, vLLM takes the one that the first request needs, for all that follow.
+                structured_outputs_config={"backend": "xgrammar"},
                 tensor_parallel_size=settings.tensor_parallel_size,
                 seed=settings.seed,
                 enable_prefix_caching=True,
@@ -159,10 +166,18 @@ class VllmEngine:
                 **arguments,
             )
         )
-        names = served_names or (model.name,)
-        models = OpenAIServingModels(self._llm, [BaseModelPath(name=name, model_path=model.path) for name in names])
-        # The model's own template, never one that a request brings.
-        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        _assert_limits(limits, self._llm.model_config)
+        models = OpenAIServingModels(
+            self._llm, [BaseModelPath(name=name, model_path=model.path) for name in limits.served_names]
+        )
+        # The model's own template; one that a request brings only where the operator allows it.
+        template: dict[str, Any] = {
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "trust_request_chat_template": "chat_template" in limits.allowed,
+            "enable_auto_tools": limits.tool_parser is not None,
+            "tool_parser": limits.tool_parser,
+        }
         shared: dict[str, Any] = {
             "online_renderer": OnlineRenderer(
                 self._llm.model_config, self._llm.renderer, request_logger=None, **template
@@ -277,6 +292,69 @@ class VllmEngine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def _assert_limits(limits: ModelLimits, model_config: Any) -> None:
+    """Requests were judged by what the model's folder says; the engine must mean the same."""
+    if model_config.max_model_len != limits.context_length:
+        raise EngineUnusable(
+            f"requests were checked against a context of {limits.context_length:,} tokens, and the engine has "
+            f"{model_config.max_model_len:,}. Give --engine max_model_len={model_config.max_model_len}"
+        )
+    if model_config.get_vocab_size() != limits.vocab_size:
+        raise EngineUnusable(
+            f"requests were checked against a vocabulary of {limits.vocab_size:,} tokens, and the engine has "
+            f"{model_config.get_vocab_size():,}. Is the model's config.json its own?"
+        )
+
+
+def compile_constraint(path: str, vocab_size: int, constraint: str) -> str | None:
+    """What the engine would say against a constraint of an answer's form; None: it would take it.
+
+    `constraint`: JSON of a body's `structured_outputs` or `response_format`, under that name. For a process that can be
+    ended: it takes as long as the constraint makes it.
+    """
+    from types import SimpleNamespace
+
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    try:
+        request = CompletionRequest.model_validate({"prompt": "a", **jiter.from_json(constraint.encode())})
+        params = SamplingParams(structured_outputs=request.extract_structured_outputs())
+        params._validate_structured_outputs(
+            SimpleNamespace(is_diffusion=False),
+            SimpleNamespace(backend="xgrammar"),
+            _tokenizer(path),
+        )
+        validate_xgrammar_grammar(params)
+        _xgrammar(path, vocab_size).compile_grammar(*get_structured_output_key(params.structured_outputs))
+    except Exception as error:  # of vLLM, of xgrammar's C++, of pydantic
+        return _one_line(error)[:300]
+    return None
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(path)
+
+
+@cache
+def _xgrammar(path: str, vocab_size: int) -> Any:
+    from types import SimpleNamespace
+
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    settings = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
+        model_config=None,
+        speculative_config=None,
+    )
+    return XgrammarBackend(settings, tokenizer=_tokenizer(path), vocab_size=vocab_size)
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:

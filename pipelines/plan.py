@@ -5,7 +5,7 @@ addressed by its number. The order is that of the input.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,11 +22,17 @@ from schemas.requests import Tally
 CHUNK_ROWS = 32
 
 
-def spool(checked: Any, work: Folder) -> Plan:
-    """Run a dataset of `tables.CHECKED` into `work` as spool parts, and return the plan of what they hold."""
-    described = checked.map_batches(
-        SpoolWriter(work), batch_format="pyarrow", batch_size=None, zero_copy_batch=True
-    ).take_all()
+def spool(checked: Any, work: Folder, show_rows: Callable[[int], None]) -> Plan:
+    """Run a dataset of `tables.CHECKED` into `work` as spool parts, and return the plan of what they hold.
+
+    `show_rows` is told how many rows are written by now.
+    """
+    written = checked.map_batches(SpoolWriter(work), batch_format="pyarrow", batch_size=None, zero_copy_batch=True)
+    described, num_rows = [], 0
+    for row in written.iter_rows():
+        described.append(row)
+        num_rows += sum(row["chunk_rows"]) + row["num_rejections"]
+        show_rows(num_rows)
     parts, validated, number = [], Tally(), 0
     for row in sorted(described, key=lambda row: row["part"]):
         chunks = []
@@ -88,15 +94,12 @@ class SpoolWriter:
         unknown = block.filter(pc.is_null(block["reason"]))["unknown_fields"]
         tally = Tally(
             num_failed=rejected.num_rows,
-            reasons=_count_values(rejected["reason"]),
-            unknown_fields=_count_values(pc.list_flatten(unknown)),
+            reasons=tables.count_values(rejected["reason"]),
+            unknown_fields=tables.count_values(pc.list_flatten(unknown)),
         )
         yield {
             "part": [name],
             "chunk_rows": [chunk_rows],
+            "num_rejections": [rejected.num_rows],
             "tally": [json.dumps(asdict(tally))],
         }
-
-
-def _count_values(column: Any) -> dict[str, int]:
-    return {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from schemas.requests import Tally
 
@@ -60,6 +60,22 @@ class Progress:
         if self.done.num_done < max(10, self.total_rows // 50) or not self.elapsed_s:
             return None
         return self.elapsed_s / self.done.num_done * (self.total_rows - self.done.num_done)
+
+
+class Show(Protocol):
+    """What a run tells whoever watches it."""
+
+    def phase(self, text: str) -> None:
+        """The run goes on to something that takes a while."""
+        ...
+
+    def checked(self, num_rows: int) -> None:
+        """So many lines are checked by now; told after each block of them."""
+        ...
+
+    def progress(self, now: Progress) -> None:
+        """Once a second while requests are answered."""
+        ...
 
 
 class Watch:

@@ -3,48 +3,77 @@
 A row has a `request` or a `reason`, never both, and each line becomes one row.
 """
 
+import difflib
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
+from pipelines.checks import Checks
 from schemas import tables
-from schemas.contract import check_body, parse_strict
+from schemas.contract import known_fields, parse_strict
 from schemas.failures import Failure
-from schemas.shapes import recognise, unknown_fields
+from schemas.requests import Endpoint
+from schemas.rules import refuse
+from schemas.shapes import Shaped, recognise, unknown_fields
 
 
-def check_lines(lines: pa.Table) -> pa.Table:
-    """`tables.CHECKED` of a block of `tables.LINES`, row for row."""
-    return pa.Table.from_pylist([check_line(line) for line in lines.to_pylist()], schema=tables.CHECKED)
+@dataclass(frozen=True)
+class Validator:
+    """Judges blocks of lines. `fill`: fields for the bodies that don't have them, as `--set` gives them."""
 
+    checks: Checks
+    endpoint: Endpoint | None = None
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
-def check_line(line: dict[str, Any]) -> dict[str, Any]:
-    """One CHECKED row of one LINES row."""
-    row = {key: line[key] for key in ("source_index", "source_file", "source_line", "source_offset")}
-    place = f"{line['source_file']}:{line['source_line']}" if line["source_line"] else line["source_file"]
-    if line["line"] is None:
-        return {**row, "id": place, **_fault("read", Failure(400, "unreadable_file", line["message"]), None)}
-    raw: bytes = line["line"]
-    value = parse_strict(raw)
-    if isinstance(value, Failure):
-        return {**row, "id": place, **_fault("validate", _at(place, value), raw)}
-    shaped = recognise(value)
-    if isinstance(shaped, Failure):
-        return {**row, "id": _id_of_unknown(value) or place, **_fault("validate", _at(place, shaped), raw)}
-    row["id"] = shaped.id or place
-    failure = check_body(shaped.body, shaped.endpoint)
-    if failure is not None:
-        return {**row, **_fault("validate", _at(place, failure), raw)}
-    return {
-        **row,
-        "endpoint": shaped.endpoint,
-        # The line's own text where the body is all of it, so that it travels as it was written.
-        "request": raw.decode() if shaped.body is value else _to_json(shaped.body),
-        "extra": _to_json(shaped.extra) if shaped.extra else None,
-        "unknown_fields": unknown_fields(shaped, value),
-    }
+    def __call__(self, lines: pa.Table) -> pa.Table:
+        """`tables.CHECKED` of a block of `tables.LINES`, row for row."""
+        return pa.Table.from_pylist([self.check(line) for line in lines.to_pylist()], schema=tables.CHECKED)
+
+    def check(self, line: dict[str, Any]) -> dict[str, Any]:
+        """One CHECKED row of one LINES row."""
+        row = {key: line[key] for key in ("source_index", "source_file", "source_line", "source_offset")}
+        number, raw = line["source_line"], line["line"]
+        place = f"{line['source_file']}:{number}" if number else line["source_file"]
+        if line["reason"] is not None:
+            failure = Failure(413 if line["reason"] == "line_too_long" else 400, line["reason"], line["message"])
+            return {**row, "id": place, **_fault("read", _at(place, failure) if number else failure, raw)}
+        value = parse_strict(raw)
+        if isinstance(value, Failure):
+            return {**row, "id": place, **_fault("validate", _at(place, value), raw)}
+        shaped = recognise(value, self.endpoint)
+        if isinstance(shaped, Failure):
+            return {**row, "id": _id_of_unknown(value) or place, **_fault("validate", _at(place, shaped), raw)}
+        row["id"] = shaped.id or place
+        body = self._filled(shaped)
+        unknown = unknown_fields(shaped, value)
+        found = self._refuse_unknown(unknown, shaped) or self.checks.check(body, shaped.endpoint)
+        if isinstance(found, Failure):
+            return {**row, **_fault("validate", _at(place, found), raw)}
+        return {
+            **row,
+            "endpoint": shaped.endpoint,
+            # The line's own text where the body is all of it, so that it travels as it was written.
+            "request": raw.decode() if body is value else _to_json(body),
+            "extra": _to_json(shaped.extra) if shaped.extra else None,
+            "num_prompt_tokens": found,
+            "unknown_fields": unknown,
+        }
+
+    def _filled(self, shaped: Shaped) -> dict[str, Any]:
+        known = known_fields(shaped.endpoint)
+        missing = {name: value for name, value in self.fill.items() if name in known and shaped.body.get(name) is None}
+        return {**shaped.body, **missing} if missing else shaped.body
+
+    def _refuse_unknown(self, unknown: list[str], shaped: Shaped) -> Failure | None:
+        if not self.strict or not unknown:
+            return None
+        near = difflib.get_close_matches(unknown[0], known_fields(shaped.endpoint), n=1)
+        advice = f"Is {near[0]} meant?" if near else "Leave it out"
+        return refuse("unknown_field", unknown[0], f"the schema has no such field, and --strict allows none. {advice}")
 
 
 def _id_of_unknown(value: Any) -> str | None:

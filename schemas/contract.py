@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import jiter
 import jsonschema_rs
 
-from schemas import rules
+from schemas.chat_rules import CHAT
+from schemas.completion_rules import COMPLETION
 from schemas.failures import Failure
 from schemas.requests import Endpoint
+from schemas.rules import Judge, Rule, refuse
 
 SCHEMA_FILES: dict[Endpoint, str] = {
     "/v1/completions": "completion_request.schema.json",
@@ -20,9 +23,12 @@ SCHEMA_FILES: dict[Endpoint, str] = {
     "/external/api/inference": "legacy_chat_request.schema.json",
 }
 
+RULES: Mapping[Endpoint, Mapping[str, Rule]] = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+
 # Only a number with an exponent or with hundreds of digits can overflow to infinity.
 _MAY_OVERFLOW = re.compile(rb"[0-9][eE]\+?[0-9]|[0-9]{300}")
 _FOUND_LENGTH = 60
+_LENIENT = Judge()
 
 
 def parse_strict(text: bytes) -> Any | Failure:
@@ -41,15 +47,33 @@ def parse_strict(text: bytes) -> Any | Failure:
     return value
 
 
-def check_body(body: Any, endpoint: Endpoint) -> Failure | None:
+def check_body(body: Any, endpoint: Endpoint, judge: Judge = _LENIENT) -> Failure | None:
     """The first fault of a request body that was parsed strictly, or None when it may go on to the engine.
 
-    A breach of the JSON Schema is a 422 with reason `schema`; a broken rule has its own status and reason.
+    A breach of the JSON Schema is a 422 with reason `schema`; a broken rule has its own status and reason. Rules that
+    need the model's limits are asked where the judge has them.
     """
+    return check_schema(body, endpoint) or _broken_rule(body, endpoint, judge)
+
+
+def check_schema(body: Any, endpoint: Endpoint) -> Failure | None:
+    """The first breach of the endpoint's JSON Schema (422, `schema`), if any."""
     validator = _validator(endpoint)
-    if not validator.is_valid(body):
-        return _explain_schema_error(next(validator.iter_errors(body)), body)
-    return rules.broken_rule(body, endpoint)
+    return None if validator.is_valid(body) else _explain_schema_error(next(validator.iter_errors(body)), body)
+
+
+def _broken_rule(body: dict[str, Any], endpoint: Endpoint, judge: Judge) -> Failure | None:
+    rules = RULES.get(endpoint)
+    if rules is None:
+        message = "found a legacy chat body; write its turns as the messages of a chat body"
+        return refuse("unsupported_endpoint", "context", message)
+    for field, value in body.items():
+        rule = rules.get(field)
+        if rule is not None and value is not None and (failure := rule(field, value, body, judge)) is not None:
+            return failure
+    if endpoint == "/v1/completions" and body.get("prompt") is None and not body.get("prompt_embeds"):
+        return refuse("empty_prompt", "prompt", "found none. Give a text, or token ids")
+    return None
 
 
 def known_fields(endpoint: Endpoint) -> frozenset[str]:

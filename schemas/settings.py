@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.failures import UsageError
+from schemas.limits import Feature
+from schemas.requests import Endpoint
 
 
 class Settings(BaseModel):
@@ -21,6 +23,9 @@ class EngineSettings(Settings):
     max_num_seqs: int | None = Field(None, ge=1, description="Most sequences that a step computes together.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Most tokens that a step computes.")
     max_logprobs: int = Field(20, ge=-1, description="Most log-probabilities that a request may ask for.")
+    max_choices: int = Field(128, ge=1, description="Most choices (n) for a prompt.")
+    tool_parser: str | None = Field(None, description="vLLM's parser of the model's tool calls, such as hermes.")
+    allow: tuple[Feature, ...] = Field((), description="What a request may bring: chat_template, prompt_embeds.")
     block_size: int | None = Field(None, ge=1, description="Tokens in a block of the KV cache.")
     kv_cache_gib: float | None = Field(None, gt=0, description="Memory for the KV cache on a CPU, in GiB.")
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="Share of a GPU's memory to use.")
@@ -30,17 +35,31 @@ class EngineSettings(Settings):
     seed: int = Field(0, description="Seed of requests that have none.")
 
 
-class RunSettings(Settings):
-    """One run of the batch door."""
+class InputSettings(Settings):
+    """The lines of a run, and by what they are judged."""
 
     inputs: Annotated[tuple[str, ...], Field(min_length=1)]
-    output: str
     model: str | None = None
     served_names: tuple[str, ...] = ()
-    replicas: Annotated[int, Field(ge=1)] | None = None
     engine: EngineSettings = EngineSettings()
-    keep_work: bool = False
+    # What bare bodies are; None: each as it looks.
+    endpoint: Endpoint | None = None
+    # Fields for the requests that don't have them.
+    fill: dict[str, Any] = {}
+    # Whether fields that the schema doesn't know are refused.
+    strict: bool = False
+    # The first lines alone, or so many by chance.
+    limit: Annotated[int, Field(ge=1)] | None = None
+    sample: Annotated[int, Field(ge=1)] | None = None
     verbose: bool = False
+
+
+class RunSettings(InputSettings):
+    """One run of the batch door."""
+
+    output: str
+    replicas: Annotated[int, Field(ge=1)] | None = None
+    keep_work: bool = False
 
 
 def parse_engine_settings(pairs: list[str]) -> EngineSettings:
@@ -54,6 +73,8 @@ def parse_engine_settings(pairs: list[str]) -> EngineSettings:
         if not equals:
             raise UsageError(f"--engine {pair}: expected FIELD=VALUE, such as --engine max_num_seqs=64")
         values[name.strip()] = value.strip()
+    if "allow" in values:
+        values["allow"] = tuple(name.strip() for name in values["allow"].split(",") if name.strip())
     try:
         return EngineSettings(**values)
     except ValidationError as error:

@@ -3,7 +3,10 @@
 Published tables have the same columns whatever the rows hold: nested API objects are JSON strings.
 """
 
+from typing import Any
+
 import pyarrow as pa
+import pyarrow.compute as pc
 
 VERSION = "1"
 # What `errors` keeps of a line.
@@ -90,7 +93,7 @@ PUBLISHED = {"responses": RESPONSES, "usage": USAGE, "errors": ERRORS}
 
 _INDEX = pa.field("source_index", pa.int32(), nullable=False)
 
-# read adds these; a line whose file broke has a null `line` and its fault in `message`.
+# read makes these; one with a `reason` is a fault, of the line or, where that is null, of its whole file.
 LINES = pa.schema(
     [
         _INDEX,
@@ -98,6 +101,7 @@ LINES = pa.schema(
         pa.field("source_line", pa.int64()),
         pa.field("source_offset", pa.int64()),
         pa.field("line", pa.large_binary()),
+        pa.field("reason", pa.string()),
         pa.field("message", pa.string()),
     ]
 )
@@ -113,6 +117,7 @@ REQUESTS = pa.schema(
         pa.field("endpoint", pa.string()),
         pa.field("request", pa.large_string()),
         pa.field("extra", pa.string()),
+        pa.field("num_prompt_tokens", pa.int64()),
     ]
 )
 _FAULT_COLUMNS = ["stage", "status_code", "type", "reason", "param", "message", "raw", "attempts"]
@@ -131,3 +136,8 @@ OUTCOMES = pa.schema(
         *FAULTS,
     ]
 )
+
+
+def count_values(column: Any) -> dict[str, int]:
+    """How often each value of a column is there."""
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}

@@ -36,6 +36,9 @@ class Silence:
     def phase(self, text: str) -> None:
         self.phases.append(text)
 
+    def checked(self, num_rows: int) -> None:
+        pass
+
     def progress(self, now: Progress) -> None:
         self.seen.append(now)
 
@@ -99,6 +102,7 @@ def score(tmp_path: Path, ray_cluster: None) -> Callable[..., Run]:
     def run(*inputs: Path, start: Any = None, output: Path | None = None, **settings: Any) -> Run:
         show = Silence()
         out = output or tmp_path / "out"
+        settings = {"served_names": ("test",), **settings}
         made = RunSettings(inputs=tuple(map(str, inputs)), output=str(out), **settings)
         return Run(out, batch.run(made, show, start or Starts()), show)
 

@@ -6,7 +6,8 @@ import os
 import pyarrow as pa
 import pytest
 
-from pipelines.read import InputFile, find_inputs, read_file
+from pipelines.inputs import InputFile, find_inputs
+from pipelines.read import read_file
 from schemas.failures import UsageError
 
 

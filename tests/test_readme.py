@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from jobs import score
 from jobs.exits import ExitStatus
-from pipelines.read import SUFFIXES
+from pipelines.inputs import SUFFIXES
 from tests.conftest import DEMO, ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from schemas import generate
 from schemas.completion import CompletionRequest
-from schemas.contract import check_body, parse_strict
+from schemas.contract import check_body, check_schema, parse_strict
 from schemas.failures import Failure, UsageError
 from schemas.settings import EngineSettings, parse_engine_settings
 
@@ -56,7 +56,7 @@ def test_a_breach_names_the_field_what_was_found_and_what_was_expected(body, par
     ],
 )
 def test_what_the_schema_allows_passes_and_is_carried_unchanged(body):
-    assert check_body(body, ENDPOINT) is None
+    assert check_schema(body, ENDPOINT) is None
     assert CompletionRequest.model_validate(body).model_dump(exclude_unset=True, by_alias=True) == body
 
 

@@ -2,16 +2,21 @@
 
 import pyarrow as pa
 
-from pipelines.validate import check_lines
+from pipelines.checks import Checks
+from pipelines.validate import Validator
 from schemas import tables
 
 
-def check(*texts):
+def check_lines(lines, **options):
+    return Validator(Checks("batch"), **options)(lines)
+
+
+def check(*texts, **options):
     rows = [
         {"source_index": 0, "source_file": "f.jsonl", "source_line": 7 + n, "source_offset": n, "line": text}
         for n, text in enumerate(texts)
     ]
-    return check_lines(pa.Table.from_pylist(rows, schema=tables.LINES)).to_pylist()
+    return check_lines(pa.Table.from_pylist(rows, schema=tables.LINES), **options).to_pylist()
 
 
 def test_an_accepted_line_travels_as_the_text_it_was():
@@ -60,7 +65,8 @@ def test_what_is_kept_of_a_line_is_capped():
 
 
 def test_a_fault_of_a_whole_file_has_no_line():
-    line = {"source_index": 0, "source_file": "f.gz", "message": "f.gz: breaks off after line 3"}
+    line = {"source_index": 0, "source_file": "f.gz", "reason": "unreadable_file"}
+    line["message"] = "f.gz: breaks off after line 3"
     (row,) = check_lines(pa.Table.from_pylist([line], schema=tables.LINES)).to_pylist()
     assert (row["stage"], row["reason"], row["source_line"]) == ("read", "unreadable_file", None)
     assert (row["id"], row["message"]) == ("f.gz", "f.gz: breaks off after line 3")

@@ -1,0 +1,54 @@
+"""All that is asked of a request before an engine is: the same for every door, in one order."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pipelines.grammars import GrammarCompiler, load_compiler
+from pipelines.model import resolve
+from pipelines.tokens import PromptCounter, load_counter
+from schemas.contract import check_body
+from schemas.failures import Failure
+from schemas.limits import ModelLimits
+from schemas.requests import Endpoint
+from schemas.rules import Door, Judge
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The checks of one door for one model. Picklable; tokenizer and compiler are loaded where they are first needed.
+
+    `model`: as `--model` names it. Without `limits` only the schema and the rules that need no model are asked.
+    """
+
+    door: Door
+    model: str | None = None
+    limits: ModelLimits | None = None
+    judge: Judge = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "judge", Judge(self.door, self.limits))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("door", "model", "limits", "judge")}
+
+    def check(self, body: Any, endpoint: Endpoint) -> int | Failure:
+        """Tokens of the prompts of a body that was parsed strictly, or its first fault."""
+        failure = check_body(body, endpoint, self.judge)
+        if failure is not None:
+            return failure
+        if self.limits is None:
+            return 0
+        if (failure := self._compiler.check(body)) is not None:
+            return failure
+        return self._counter.count(body, endpoint)
+
+    @cached_property
+    def _counter(self) -> PromptCounter:
+        assert self.limits is not None
+        return load_counter(resolve(self.model).path, self.limits)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        assert self.limits is not None
+        return load_compiler(resolve(self.model).path, self.limits)

@@ -1,0 +1,113 @@
+"""Prompt lengths, as the engine will count them: with the model's own tokenizer and chat template."""
+
+from functools import cache, cached_property
+from typing import Any
+
+from schemas.failures import Failure
+from schemas.limits import ModelLimits
+from schemas.requests import Endpoint
+from schemas.rules import max_tokens_of, refuse
+
+
+@cache
+def load_counter(path: str, limits: ModelLimits) -> "PromptCounter":
+    """The counter of a model's folder; one a process."""
+    return PromptCounter(path, limits)
+
+
+class PromptCounter:
+    """Counts a request's prompt tokens, and refuses one that the model's context can't hold with its answer."""
+
+    def __init__(self, path: str, limits: ModelLimits) -> None:
+        self._path = path
+        self._limits = limits
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        # Loaded when the first text comes; token ids need none.
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        return AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the vocabulary's longest token: a text has at least its length over this many tokens."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def count(self, body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
+        """Tokens of all prompts of a body that passed the rules; or a Failure with the three numbers."""
+        if endpoint == "/v1/chat/completions":
+            return self._fit("messages", self._chat_length(body), body)
+        prompt = body.get("prompt")
+        if prompt is None:
+            return 0
+        if isinstance(prompt, str) or isinstance(prompt[0], int | float):
+            return self._fit("prompt", self._length(prompt, body), body)
+        total = 0
+        for index, one in enumerate(prompt):
+            length = self._fit(f"prompt[{index}]", self._length(one, body), body)
+            if isinstance(length, Failure):
+                return length
+            total += length
+        return total
+
+    def _length(self, prompt: str | list[int], body: dict[str, Any]) -> int | Failure:
+        if not isinstance(prompt, str):
+            return len(prompt)
+        at_least = -(-len(prompt) // self._longest_token)
+        if at_least > self._limits.context_length and body.get("truncate_prompt_tokens") is None:
+            # Not worth the minutes that cutting it into tokens could take.
+            return at_least
+        return len(self._encode(prompt, body.get("add_special_tokens", True)))
+
+    def _encode(self, text: str, with_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=with_special_tokens)
+        return ids
+
+    def _chat_length(self, body: dict[str, Any]) -> int | Failure:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{**message, "content": _flat(message.get("content"))} for message in body["messages"]],
+                tools=body.get("tools") if body.get("tool_choice") != "none" else None,
+                documents=body.get("documents"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                continue_final_message=body.get("continue_final_message", False),
+                chat_template=body.get("chat_template"),
+                tokenize=False,
+                **(body.get("chat_template_kwargs") or {}),
+            )
+        except Exception as error:  # a template raises what it likes: jinja's errors, and its writer's own
+            words = " ".join(str(error).split())[:200]
+            return refuse("template_refused", "messages", f"the model's chat template doesn't take them ({words})")
+        if len(text) // self._longest_token > self._limits.context_length:
+            return -(-len(text) // self._longest_token)
+        return len(self._encode(text, body.get("add_special_tokens", False)))
+
+    def _fit(self, field: str, length: int | Failure, body: dict[str, Any]) -> int | Failure:
+        if isinstance(length, Failure):
+            return length
+        context = self._limits.context_length
+        if length == 0:
+            return refuse("empty_prompt", field, "found a text that gives no token, expected a prompt of one at least")
+        if (kept := body.get("truncate_prompt_tokens")) is not None:
+            length = min(length, int(kept) if kept > 0 else context - 1)
+        asked = max_tokens_of(body)
+        if length + (1 if asked is None else asked) <= context:
+            return length
+        answer = "an answer of one token at least" if asked is None else f"max_tokens {asked:,}"
+        if asked is not None and asked < context and body.get("max_tokens", body.get("max_completion_tokens")) is None:
+            answer += " (the default)"
+        message = (
+            f"found {length:,} prompt tokens and {answer}, more than the model's context of {context:,} tokens. "
+            f"Shorten one, or give truncate_prompt_tokens"
+        )
+        return refuse("prompt_too_long", field, message)
+
+
+def _flat(content: Any) -> Any:
+    """Content parts as one text, a line each, as the engine gives them to a template that takes texts alone."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(part if isinstance(part, str) else part.get("text", part.get("refusal", "")) for part in content)

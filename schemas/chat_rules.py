@@ -1,0 +1,124 @@
+"""Rules for chat bodies: messages, tools and templates. Like those of `schemas/rules.py`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from schemas.failures import Failure
+from schemas.rules import COMMON, RETIRED, Body, Judge, Rule, check_logprobs, feature, number, refuse, show, unsupported
+
+_MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "image_embeds", "file")
+# Keys of an assistant's message that no template here is given.
+_LOST = {
+    "function_call": "write it as tool_calls",
+    "refusal": "write it as the content",
+    "audio": "write its transcript as the content",
+}
+
+
+def _messages(field: str, value: list[dict[str, Any]], body: Body, judge: Judge) -> Failure | None:
+    if not value:
+        return refuse("empty_prompt", field, "found no message, expected one at least")
+    if judge.limits is not None and judge.limits.chat_template is None:
+        message = "the model has no chat template, so it can't chat. Write a completion with prompt"
+        return refuse("no_chat_template", field, message)
+    faults = (fault for index, one in enumerate(value) for fault in _message(f"{field}[{index}]", one, judge))
+    return next(faults, None)
+
+
+def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failure]:
+    for name, advice in _LOST.items():
+        if message.get(name) is not None:
+            yield refuse("unsupported_field", f"{path}.{name}", f"the model would never see it; {advice}")
+    if message.get("role") == "function":
+        yield refuse("retired_field", f"{path}.role", "found 'function'; write it as a tool message with tool_call_id")
+    if message.get("tool_calls") or message.get("role") == "tool":
+        yield from _needs_tools(path, judge)
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        if call.get("type") == "custom":
+            yield refuse("unsupported_field", f"{path}.tool_calls[{index}]", "found a custom tool; write a function")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        yield refuse("empty_prompt", f"{path}.content", "found no content, expected text")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            kind = next((name for name in _MEDIA if isinstance(part, dict) and name in part), None)
+            if kind is not None:
+                where = f"{path}.content[{index}].{kind}"
+                yield refuse("media_unsupported", where, "the model takes text alone. Leave the part out")
+
+
+def _needs_tools(path: str, judge: Judge) -> Iterator[Failure]:
+    if judge.limits is not None and not judge.limits.template_speaks_of("tool"):
+        message = "the model's chat template knows no tools, so the model would never see them. Leave them out"
+        yield refuse("tools_unsupported", path, message)
+
+
+def _tools(field: str, value: list[dict[str, Any]], body: Body, judge: Judge) -> Failure | None:
+    if not value:
+        return refuse("bad_tools", field, "found an empty list. Leave it out")
+    if body.get("tool_choice") == "none":
+        return None
+    if (failure := next(_needs_tools(field, judge), None)) is not None:
+        return failure
+    if body.get("tool_choice") in (None, "auto") and judge.limits is not None and not judge.limits.tool_parser:
+        message = "tool_choice auto needs to know how the model writes a call. Give --engine tool_parser=NAME, or "
+        return refuse("tools_unsupported", field, message + "tool_choice required, none, or a named function")
+    return None
+
+
+def _tool_choice(field: str, value: Any, body: Body, judge: Judge) -> Failure | None:
+    if value == "none":
+        return None
+    tools = body.get("tools")
+    if not tools:
+        return refuse("bad_tools", field, f"found {show(value)} without tools. Give tools, or leave it out")
+    if isinstance(value, dict):
+        name = value["function"]["name"]
+        names = [tool["function"]["name"] for tool in tools]
+        if name not in names:
+            found = f"found {show(name)}, which is none of the tools: {', '.join(names)[:200]}"
+            return refuse("bad_tools", f"{field}.function.name", found)
+    return None
+
+
+def _documents(field: str, value: list[dict[str, str]], body: Body, judge: Judge) -> Failure | None:
+    if not value or judge.limits is None or judge.limits.template_speaks_of("documents"):
+        return None
+    message = "the model's chat template takes no documents. Write them into a message"
+    return refuse("unsupported_field", field, message)
+
+
+def _continue(field: str, value: bool, body: Body, judge: Judge) -> Failure | None:
+    if not value:
+        return None
+    if body.get("add_generation_prompt", True):
+        message = "a message is either continued or answered. Give add_generation_prompt: false beside it"
+        return refuse("bad_continuation", field, message)
+    if body["messages"] and body["messages"][-1].get("role") != "assistant":
+        return refuse("bad_continuation", field, "the last message isn't the assistant's, so there is none to continue")
+    return None
+
+
+def _template_arguments(field: str, value: dict[str, Any], body: Body, judge: Judge) -> Failure | None:
+    taken = [name for name in value if name in ("chat_template", "tokenize", "messages", "conversation")]
+    if not taken:
+        return None
+    return refuse("feature_off", f"{field}.{taken[0]}", "a request doesn't choose the template. Leave it out")
+
+
+CHAT: Mapping[str, Rule] = {
+    **COMMON,
+    "messages": _messages,
+    "max_completion_tokens": COMMON["max_tokens"],
+    "top_logprobs": check_logprobs,
+    "tools": _tools,
+    "tool_choice": _tool_choice,
+    "documents": _documents,
+    "continue_final_message": _continue,
+    "timeout_sec": number(above=0),
+    "chat_template": feature("chat_template", "a template runs as a program on the server"),
+    "chat_template_kwargs": _template_arguments,
+    "mm_processor_kwargs": unsupported("the model takes text alone"),
+    "logits_processors": unsupported("code that comes with a request never runs here"),
+}
+assert RETIRED.keys() <= CHAT.keys(), "fields of old are refused in chats, too"

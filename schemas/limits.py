@@ -1,0 +1,37 @@
+"""Model limits: what a model and its engine can take, as far as a request can break it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What a request may bring that can reach further than its own answer: refused unless the operator allows it.
+Feature = Literal["chat_template", "prompt_embeds"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Read from the model's folder without its weights (`pipelines/limits.py`), and from the engine's settings."""
+
+    # The names that requests may ask for.
+    served_names: tuple[str, ...]
+    # Most tokens of prompt and answer together.
+    context_length: int
+    # Token ids lie below it.
+    vocab_size: int
+    # Most log-probabilities a position; the size of the vocabulary where there is no limit.
+    max_logprobs: int
+    # Most choices for a prompt.
+    max_choices: int
+    # The chat template's text; None: the model has none, and can't chat.
+    chat_template: str | None = None
+    # How the model writes tool calls, by the engine's name of the parser.
+    tool_parser: str | None = None
+    allowed: frozenset[Feature] = frozenset()
+
+    @property
+    def max_beams(self) -> int:
+        """The widest beam search: each step asks for twice as many log-probabilities as there are beams."""
+        return max(1, self.max_logprobs // 2)
+
+    def template_speaks_of(self, name: str) -> bool:
+        """Whether the chat template uses a variable; one that doesn't leaves what it holds out of the prompt."""
+        return self.chat_template is not None and name in self.chat_template
