@@ -1,5 +1,6 @@
 """How anything that goes wrong with one request is told: at both doors the same status, type, reason and words."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ ERROR_TYPES: Mapping[int, str] = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+
+# One step of a path such as `prompt[3]` or `logit_bias.5`: an index, or a name.
+_STEP = re.compile(r"\[(\d+)\]|([^.\[]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +39,29 @@ class Failure:
         return ERROR_TYPES.get(self.status_code, "InternalServerError")
 
     def body(self) -> dict[str, Any]:
-        """The body that the API sends: `{"error": {"message", "type", "param", "code", "reason"}}`."""
-        return {
+        """The body that the API sends, a `schemas.errors.FailureResponse`.
+
+        `{"status_code", "error": {"message", "type", "param", "code", "reason"}}`, and for a breach of the schema
+        (422) also the list `detail` of `{"loc", "msg", "type"}`.
+        """
+        body: dict[str, Any] = {
+            "status_code": self.status_code,
             "error": {
                 "message": self.message,
                 "type": self.type,
                 "param": self.param,
                 "code": self.status_code,
                 "reason": self.reason,
-            }
+            },
         }
+        if self.status_code == 422:
+            body["detail"] = [{"loc": self._location(), "msg": self.message, "type": self.reason}]
+        return body
+
+    def _location(self) -> list[str | int]:
+        """Where in the request the fault lies, step by step: `prompt[3]` is `["body", "prompt", 3]`."""
+        steps = _STEP.findall(self.param or "")
+        return ["body", *(int(index) if index else name for index, name in steps)]
 
 
 class UsageError(Exception):

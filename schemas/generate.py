@@ -9,7 +9,16 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from schemas.chat import ChatCompletionRequest
 from schemas.completion import CompletionRequest
+from schemas.errors import CompletionHTTPValidationError, ErrorResponse, FailureResponse, HTTPValidationError
 from schemas.legacy import LegacyChatRequest
+from schemas.responses import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionChunk,
+    CompletionResponse,
+    LegacyChatChunk,
+    LegacyChatResponse,
+)
 
 HERE = Path(__file__).parent
 
@@ -27,6 +36,16 @@ MODELS: dict[str, type[BaseModel]] = {
     "completion_request.schema.json": CompletionRequest,
     "chat_completion_request.schema.json": ChatCompletionRequest,
     "legacy_chat_request.schema.json": LegacyChatRequest,
+    "completion_response.schema.json": CompletionResponse,
+    "completion_chunk.schema.json": CompletionChunk,
+    "chat_completion_response.schema.json": ChatCompletionResponse,
+    "chat_completion_chunk.schema.json": ChatCompletionChunk,
+    "legacy_chat_response.schema.json": LegacyChatResponse,
+    "legacy_chat_chunk.schema.json": LegacyChatChunk,
+    "error_response.schema.json": ErrorResponse,
+    "http_validation_error.schema.json": HTTPValidationError,
+    "completion_http_validation_error.schema.json": CompletionHTTPValidationError,
+    "failure_response.schema.json": FailureResponse,
 }
 
 
