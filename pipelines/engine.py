@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import gc
 import logging
+import re
 import threading
 import time
 import uuid
@@ -33,6 +34,8 @@ T = TypeVar("T")
 
 # An idle engine needs about 10 s on a slow machine to end by itself; after this it is killed.
 _SHUTDOWN_S = 20
+# Time and place that a library in C++ puts before its message.
+_NATIVE_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 
 
 class Engine(Protocol):
@@ -87,6 +90,8 @@ class VllmEngine:
         self._loop = loop
         self._thread = thread
         self._claim = claim
+        # What its requests are judged by; set once the engine is up.
+        self.limits: ModelLimits
         self._llm: Any = None
         # By endpoint: the class of vLLM's request, and what answers one.
         self._handlers: dict[Endpoint, tuple[Any, Any]] = {}
@@ -148,7 +153,7 @@ class VllmEngine:
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        limits = read_limits(model, served_names, settings)
+        self.limits = limits = read_limits(model, served_names, settings)
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model.path,
@@ -199,9 +204,12 @@ class VllmEngine:
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
     ) -> AsyncIterator[Event]:
         # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
-        task = asyncio.ensure_future(self._complete(request, priority))
+        body = jiter.from_json(request.body.encode())
+        task = asyncio.ensure_future(self._complete(request, body, priority))
         try:
-            timeout = None if deadline is None else max(0.0, deadline - time.time())
+            limits = [] if deadline is None else [max(0.0, deadline - time.time())]
+            limits += [seconds] if (seconds := body.get("timeout_sec")) is not None else []
+            timeout = min(limits, default=None)
             done, _ = await asyncio.wait({task}, timeout=timeout)
         except asyncio.CancelledError:
             await _cancel(task)
@@ -219,12 +227,11 @@ class VllmEngine:
         events = [event async for event in self.generate(request, lane=lane)]
         return events[-1]
 
-    async def _complete(self, request: Request, priority: int | None) -> Answered | Failed:
+    async def _complete(self, request: Request, body: dict[str, Any], priority: int | None) -> Answered | Failed:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
         started = time.monotonic()
         request_class, handle = self._handlers[request.endpoint]
-        body = jiter.from_json(request.body.encode())
         # vLLM keys its own state by this id; a caller may repeat his.
         body["request_id"] = f"{body.get('request_id') or request.id}-{uuid.uuid4().hex[:12]}"
         if priority is not None:
@@ -332,7 +339,7 @@ def compile_constraint(path: str, vocab_size: int, constraint: str) -> str | Non
         validate_xgrammar_grammar(params)
         _xgrammar(path, vocab_size).compile_grammar(*get_structured_output_key(params.structured_outputs))
     except Exception as error:  # of vLLM, of xgrammar's C++, of pydantic
-        return _one_line(error)[:300]
+        return _NATIVE_PLACE.sub("", " ".join(str(error).split()))[:300]
     return None
 
 
@@ -364,6 +371,8 @@ async def _cancel(task: "asyncio.Task[Any]") -> None:
 
 
 def _failure(status_code: int, message: str, param: str | None) -> Failure:
+    if param == "input_tokens":
+        return Failure(status_code, "prompt_too_long", message, param)
     reasons = {400: "invalid_request", 404: "unknown_model", 503: "overloaded"}
     return Failure(status_code, reasons.get(status_code, "engine_error"), message, param)
 

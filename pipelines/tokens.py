@@ -3,6 +3,8 @@
 from functools import cache, cached_property
 from typing import Any
 
+import jiter
+
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
 from schemas.requests import Endpoint
@@ -69,8 +71,8 @@ class PromptCounter:
     def _chat_length(self, body: dict[str, Any]) -> int | Failure:
         try:
             text = self._tokenizer.apply_chat_template(
-                [{**message, "content": _flat(message.get("content"))} for message in body["messages"]],
-                tools=body.get("tools") if body.get("tool_choice") != "none" else None,
+                [_as_templates_take_it(message) for message in body["messages"]],
+                tools=[_as_engine_gives_it(tool) for tool in body.get("tools") or ()] or None,
                 documents=body.get("documents"),
                 add_generation_prompt=body.get("add_generation_prompt", True),
                 continue_final_message=body.get("continue_final_message", False),
@@ -106,8 +108,29 @@ class PromptCounter:
         return refuse("prompt_too_long", field, message)
 
 
-def _flat(content: Any) -> Any:
-    """Content parts as one text, a line each, as the engine gives them to a template that takes texts alone."""
-    if not isinstance(content, list):
-        return content
-    return "\n".join(part if isinstance(part, str) else part.get("text", part.get("refusal", "")) for part in content)
+def _as_templates_take_it(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the engine gives it to a template that takes texts alone: parts as one text, a line each, and the
+    arguments of calls as objects."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = (part if isinstance(part, str) else part.get("text", part.get("refusal", "")) for part in content)
+        content = "\n".join(texts)
+    given = {**message, "content": content or ""}
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = [_call(call) for call in calls]
+    return given
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = jiter.from_json(function["arguments"].encode() or b"{}")
+    # In the order of the engine's own types: templates write calls out as they are.
+    return {"id": call["id"], "function": {"arguments": arguments, "name": function["name"]}, "type": "function"}
+
+
+def _as_engine_gives_it(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that the engine adds and in its order: templates write tools out as they are."""
+    function = tool["function"]
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    known |= {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+    return {"type": tool.get("type", "function"), "function": known}

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jiter
+
 from schemas.failures import Failure
 from schemas.rules import COMMON, RETIRED, Body, Judge, Rule, check_logprobs, feature, number, refuse, show, unsupported
 
@@ -36,6 +38,9 @@ def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failu
     for index, call in enumerate(message.get("tool_calls") or ()):
         if call.get("type") == "custom":
             yield refuse("unsupported_field", f"{path}.tool_calls[{index}]", "found a custom tool; write a function")
+        elif not _is_object(call["function"]["arguments"]):
+            where = f"{path}.tool_calls[{index}].function.arguments"
+            yield refuse("bad_tools", where, f"found {show(call['function']['arguments'])}, expected a JSON object")
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         yield refuse("empty_prompt", f"{path}.content", "found no content, expected text")
@@ -45,6 +50,13 @@ def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failu
             if kind is not None:
                 where = f"{path}.content[{index}].{kind}"
                 yield refuse("media_unsupported", where, "the model takes text alone. Leave the part out")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return not text or isinstance(jiter.from_json(text.encode()), dict)
+    except ValueError:
+        return False
 
 
 def _needs_tools(path: str, judge: Judge) -> Iterator[Failure]:

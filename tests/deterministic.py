@@ -44,9 +44,12 @@ class DeterministicEngine:
         await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
         choice = {"index": 0, "text": " ".join(reversed(words)), "finish_reason": "stop"}
         usage = {"prompt_tokens": len(words), "completion_tokens": len(words), "total_tokens": 2 * len(words)}
+        # Not part of an API's answer: what reached the engine, for tests that compare it.
+        received = request.body
         if "nan" in words:
             choice["logprobs"] = {"token_logprobs": [math.nan]}
         answer = {"id": request.id, "created": int(time.time()), "model": "test", "choices": [choice], "usage": usage}
+        answer["received"] = received
         yield Answered(answer, Timing(None, None, 1.0))
 
     def submit(self, request: Request, *, lane: Lane) -> "Future[Event]":

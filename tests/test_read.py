@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.inputs import InputFile, find_inputs
-from pipelines.read import read_file
+from pipelines.read import Selection, lines, read_file, read_slice, slices
 from schemas.failures import UsageError
 
 
@@ -163,3 +163,45 @@ def test_a_store_that_fails_midway_is_a_fault_of_the_file():
     file = InputFile(0, "gone.jsonl", "memory://gone.jsonl", 1, "")
     rows = pa.concat_tables(read_file(file)).to_pylist()
     assert [row["line"] for row in rows] == [None] and "breaks off after line 0" in rows[0]["message"]
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 2, 7, 64, 1000])
+def test_slices_of_a_file_give_its_lines_with_their_numbers_once(tmp_path, monkeypatch, slice_bytes):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbfone\n\n\r\ntwo\n" + b"x" * 200 + b"\n\nlast")
+    whole = lines_of(path)
+    file = find_inputs((str(path),))[0]
+    pieces = slices(file, slice_bytes)
+    assert len(pieces) == -(-file.size_bytes // slice_bytes) or len(pieces) == 1
+    rows = [row for piece in pieces for row in pa.concat_tables(read_slice(piece)).to_pylist()]
+    assert rows == whole and [row["source_line"] for row in rows] == [1, 4, 5, 7]
+
+
+def test_a_packed_file_is_one_slice(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(gzip.compress(b"one\n" * 100))
+    assert len(slices(find_inputs((str(path),))[0], slice_bytes=10)) == 1
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{name}{n}\n\n" for n in range(50)))
+    return find_inputs((str(tmp_path),))
+
+
+def taken(dataset):
+    return [row["line"].decode() for row in dataset.iter_rows() if row["line"] is not None]
+
+
+def test_a_limit_takes_the_first_lines(two_files, ray_cluster):
+    assert taken(lines(two_files, Selection(limit=3))) == ["a0", "a1", "a2"]
+    assert len(taken(lines(two_files, Selection(limit=60)))) == 60
+    assert len(taken(lines(two_files, Selection(limit=1000)))) == 100
+
+
+def test_a_sample_takes_lines_by_chance_from_everywhere_the_same_each_time(two_files, ray_cluster):
+    sample = taken(lines(two_files, Selection(sample=20)))
+    assert len(sample) == 20 == len(set(sample)) and {line[0] for line in sample} == {"a", "b"}
+    assert sorted(taken(lines(two_files, Selection(sample=20)))) == sorted(sample)
+    assert len(taken(lines(two_files, Selection(sample=1000)))) == 100

@@ -1,0 +1,73 @@
+"""Constraints of an answer's form: compiled where they can be stopped, once each."""
+
+import time
+
+import pytest
+
+from pipelines.grammars import GrammarCompiler
+from pipelines.limits import read_limits
+from pipelines.model import resolve
+from schemas.settings import EngineSettings
+
+# Some seconds of work for any machine: 400 patterns of 200 places each.
+SLOW = {
+    "json": {
+        "type": "object",
+        "properties": {f"p{n}": {"pattern": "^(a|b|c){1,300}$", "type": "string"} for n in range(900)},
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    model = resolve(None)
+    made = GrammarCompiler(model.path, read_limits(model, (), EngineSettings()), time_limit_s=2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"structured_outputs": None, "response_format": {"type": "text"}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        {"structured_outputs": {"json": '{"type": "integer"}'}},
+        {"structured_outputs": {"regex": "[ab]+"}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}},
+    ],
+)
+def test_what_compiles_passes(compiler, body):
+    assert compiler.check(body) is None
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "(a"},
+        {"regex": "a\x00"},
+        {"json": "no json"},
+        {"json": {"type": "nonsense"}},
+        {"json": {"type": "number", "multipleOf": 3}},
+        {"grammar": "root ::= "},
+        {"structural_tag": "{}"},
+    ],
+)
+def test_what_does_not_compile_is_refused_on_one_line(compiler, constraint):
+    failure = compiler.check({"structured_outputs": constraint})
+    assert (failure.reason, failure.param) == ("bad_constraint", "structured_outputs")
+    assert "it doesn't compile (" in failure.message and "\n" not in failure.message
+    assert "/project/" not in failure.message
+
+
+def test_a_constraint_that_takes_too_long_is_stopped_and_the_next_one_compiles(compiler):
+    compiler.check({"structured_outputs": {"choice": ["warm"]}})
+    began = time.monotonic()
+    assert compiler.check({"structured_outputs": SLOW}).reason == "constraint_too_slow"
+    assert time.monotonic() - began < 10
+    assert compiler.check({"structured_outputs": {"choice": ["after"]}}) is None
+    again = time.monotonic()
+    assert compiler.check({"structured_outputs": SLOW}).reason == "constraint_too_slow"
+    assert time.monotonic() - again < 0.1, "an equal constraint is judged once"
