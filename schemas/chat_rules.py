@@ -9,6 +9,8 @@ from schemas.failures import Failure
 from schemas.rules import COMMON, RETIRED, Body, Judge, Rule, check_logprobs, feature, number, refuse, show, unsupported
 
 _MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "image_embeds", "file")
+# A message of one of these with a text and nothing else has no fault: most are so.
+_PLAIN_ROLES = ("user", "assistant", "system", "developer")
 # Keys of an assistant's message that no template here is given.
 _LOST = {
     "function_call": "write it as tool_calls",
@@ -23,8 +25,12 @@ def _messages(field: str, value: list[dict[str, Any]], body: Body, judge: Judge)
     if judge.limits is not None and judge.limits.chat_template is None:
         message = "the model has no chat template, so it can't chat. Write a completion with prompt"
         return refuse("no_chat_template", field, message)
-    faults = (fault for index, one in enumerate(value) for fault in _message(f"{field}[{index}]", one, judge))
-    return next(faults, None)
+    for index, one in enumerate(value):
+        if len(one) == 2 and one.get("role") in _PLAIN_ROLES and isinstance(one.get("content"), str):
+            continue
+        if (fault := next(_message(f"{field}[{index}]", one, judge), None)) is not None:
+            return fault
+    return None
 
 
 def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failure]:

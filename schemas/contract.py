@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -25,8 +24,10 @@ SCHEMA_FILES: dict[Endpoint, str] = {
 
 RULES: Mapping[Endpoint, Mapping[str, Rule]] = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 
-# Only a number with an exponent or with hundreds of digits can overflow to infinity.
-_MAY_OVERFLOW = re.compile(rb"[0-9][eE]\+?[0-9]|[0-9]{300}")
+# Only a number with an exponent that isn't negative, or with hundreds of digits, can overflow to infinity. Every digit
+# as 0 and E as e, so that a search for fixed bytes finds one: a regular expression takes longer than all the parsing.
+_SHAPE_OF_NUMBERS = bytes.maketrans(b"123456789E", b"000000000e")
+_MANY_DIGITS = b"0" * 200
 _FOUND_LENGTH = 60
 _LENIENT = Judge()
 
@@ -41,7 +42,9 @@ def parse_strict(text: bytes) -> Any | Failure:
         value = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
         return Failure(400, "invalid_json", _explain_parse_error(text, str(error)))
-    if _MAY_OVERFLOW.search(text) and (path := _overflowed(value, "")) is not None:
+    shape = text.translate(_SHAPE_OF_NUMBERS)
+    may_overflow = b"0e0" in shape or b"0e+0" in shape or _MANY_DIGITS in shape
+    if may_overflow and (path := _overflowed(value, "")) is not None:
         message = f"{path or 'the line'}: found a number beyond the range of a 64-bit float (about 1.8e308)"
         return Failure(400, "invalid_json", message, path or None)
     return value
@@ -76,6 +79,7 @@ def _broken_rule(body: dict[str, Any], endpoint: Endpoint, judge: Judge) -> Fail
     return None
 
 
+@cache
 def known_fields(endpoint: Endpoint) -> frozenset[str]:
     """The fields of which an endpoint's schema speaks."""
     return frozenset(_schema(endpoint)["properties"])

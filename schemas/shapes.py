@@ -40,7 +40,7 @@ _ENVELOPE_FIELDS = {"custom_id", "method", "url", "body"}
 _BEDROCK_FIELDS = {"recordId", "modelInput"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shaped:
     """What a line holds. `id`: the caller's own, None where there is none. `extra`: the caller's own columns."""
 
@@ -68,7 +68,7 @@ def recognise(line: Any, endpoint: Endpoint | None = None) -> Shaped | Failure:
             raise _Refused("not_an_object", f"found {_kind(line)}, expected a JSON object with a request")
         if "modelInput" in line or "recordId" in line:
             return _bedrock(line, endpoint)
-        if "body" in line and not TELLING.keys() & line.keys():
+        if "body" in line and not _tells(line):
             return _envelope(line, endpoint)
         _refuse_foreign(line)
         return _bare(line, endpoint)
@@ -79,7 +79,13 @@ def recognise(line: Any, endpoint: Endpoint | None = None) -> Shaped | Failure:
 def unknown_fields(shaped: Shaped, line: dict[str, Any]) -> list[str]:
     """Fields beside the request's own that no schema speaks of: columns of the caller's, or misspelt names."""
     body = next((line[name] for name in ("body", "modelInput") if isinstance(line.get(name), dict)), line)
-    return sorted(body.keys() - known_fields(shaped.endpoint) - {"custom_id"})
+    known = known_fields(shaped.endpoint)
+    return sorted(name for name in body if name not in known and name != "custom_id")
+
+
+def _tells(body: dict[str, Any]) -> bool:
+    """Whether a field tells which kind of request this is."""
+    return any(name in body for name in TELLING)
 
 
 def _envelope(line: dict[str, Any], endpoint: Endpoint | None) -> Shaped:
@@ -97,7 +103,7 @@ def _envelope(line: dict[str, Any], endpoint: Endpoint | None) -> Shaped:
 def _bedrock(line: dict[str, Any], endpoint: Endpoint | None) -> Shaped:
     identifier, body = line.get("recordId", ""), line.get("modelInput")
     _expect("recordId", identifier, isinstance(identifier, str), "a string")
-    if isinstance(body, dict) and not TELLING.keys() & body.keys() and endpoint is None:
+    if isinstance(body, dict) and not _tells(body) and endpoint is None:
         found = ", ".join(sorted(body)[:3]) or "no field"
         message = f"modelInput: found {found}, of a model of Bedrock's own; expected prompt, messages or context"
         raise _Refused("unsupported_shape", message, "modelInput")
@@ -117,25 +123,27 @@ def _inside(line: dict[str, Any], name: str, identifier: str, endpoint: Endpoint
 def _bare(body: dict[str, Any], endpoint: Endpoint | None) -> Shaped:
     if endpoint is None:
         telling = [name for name in TELLING if body.get(name) is not None]
-        if len({TELLING[name] for name in telling}) > 1:
+        if len(telling) > 1 and len({TELLING[name] for name in telling}) > 1:
             message = f"found {' and '.join(telling)}; a request has one of them. Leave the others out"
             raise _Refused("ambiguous_shape", message)
         endpoint = TELLING[telling[0]] if telling else "/v1/completions"
     identifier = body.get("custom_id", "")
     _expect("custom_id", identifier, isinstance(identifier, str), "a string")
     identifier = identifier or body.get("request_id")
-    own = body.keys() - known_fields(endpoint) - RETIRED.keys()
-    if body.get("model") is not None:
-        own &= {"custom_id"}
-    extra = {key: value for key, value in body.items() if key in own and key != "custom_id"}
+    known = known_fields(endpoint)
+    own = [key for key in body if key not in known and key not in RETIRED]
+    if own and body.get("model") is not None:
+        own = ["custom_id"] if "custom_id" in own else []
+    extra = {}
     if own:
+        extra = {key: body[key] for key in own if key != "custom_id"}
         body = {key: value for key, value in body.items() if key not in own}
     return Shaped(endpoint, body, identifier if isinstance(identifier, str) and identifier else None, extra)
 
 
 def _refuse_foreign(line: dict[str, Any]) -> None:
     """Refuses a line that was written for another service, naming it and what to change."""
-    if TELLING.keys() & line.keys():
+    if _tells(line):
         return
     for name, kind, service, advice in (
         ("params", dict, "Anthropic's batch form", "write its messages as a chat body"),
