@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from pipelines import machine
+from schemas import tables
 from schemas.failures import UsageError
 
 # Processes that we started get this long to end by themselves.
@@ -53,6 +54,8 @@ def connected(verbose: bool) -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
         ours = [process for process in psutil.Process().children(recursive=True) if process not in before]
     context = ray.data.DataContext.get_current()
+    # Ray's own blocks, of 128 MiB, are a gigabyte of Python objects while they are judged.
+    context.target_max_block_size = tables.BLOCK_BYTES
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
     logging.getLogger("ray.data").setLevel(quiet)

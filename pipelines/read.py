@@ -18,11 +18,9 @@ from pipelines.inputs import InputFile
 from pipelines.storage import explain, is_remote, open_store
 from schemas import tables
 
-# Lines pass between stages in blocks of about this size.
-BLOCK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
 # A larger file is read in slices of this size, side by side.
-SLICE_BYTES = 256 << 20
+SLICE_BYTES = 64 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 # How files begin that hold no lines of text, and what to do about them.
@@ -161,12 +159,12 @@ def _keys(block: pa.Table) -> Iterator[str | None]:
 # --- one slice ------------------------------------------------------------------------------------------------------
 
 
-def read_file(file: InputFile, block_bytes: int = BLOCK_BYTES) -> Iterator[pa.Table]:
+def read_file(file: InputFile, block_bytes: int = tables.BLOCK_BYTES) -> Iterator[pa.Table]:
     """The lines of one file: `read_slice` of all of it."""
     return read_slice(Slice(file), block_bytes)
 
 
-def read_slice(piece: Slice, block_bytes: int = BLOCK_BYTES) -> Iterator[pa.Table]:
+def read_slice(piece: Slice, block_bytes: int = tables.BLOCK_BYTES) -> Iterator[pa.Table]:
     """The lines of one slice as blocks of `tables.LINES`, without their line ends.
 
     A row with a `reason` is a fault: a line that is too long (its beginning is kept), or, without a line, a file that

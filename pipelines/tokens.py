@@ -65,8 +65,11 @@ class PromptCounter:
         return len(self._encode(prompt, body.get("add_special_tokens", True)))
 
     def _encode(self, text: str, with_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=with_special_tokens)
-        return ids
+        if (fast := getattr(self._tokenizer, "backend_tokenizer", None)) is not None:
+            # Without offsets and the objects around them: two thirds of the time.
+            ids: list[int] = fast.encode_batch_fast([text], add_special_tokens=with_special_tokens)[0].ids
+            return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=with_special_tokens))
 
     def _chat_length(self, body: dict[str, Any]) -> int | Failure:
         try:

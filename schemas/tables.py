@@ -11,6 +11,8 @@ import pyarrow.compute as pc
 VERSION = "1"
 # What `errors` keeps of a line.
 RAW_BYTES = 64 << 10
+# Rows pass between stages in blocks of about this size.
+BLOCK_BYTES = 4 << 20
 
 # Parquet names the items of a list so: what is read is then what was written.
 _TEXTS = pa.list_(pa.field("element", pa.string()))
