@@ -1,6 +1,8 @@
 """Prompt lengths, as the engine will count them: with the model's own tokenizer and chat template."""
 
+import json
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import jiter
@@ -9,6 +11,9 @@ from schemas.failures import Failure
 from schemas.limits import ModelLimits
 from schemas.requests import Endpoint
 from schemas.rules import max_tokens_of, refuse
+
+# Kinds of tokenizers that transformers takes from the file as it is; others it changes by their configuration.
+_AS_FILED = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 @cache
@@ -26,7 +31,7 @@ class PromptCounter:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        # Loaded when the first text comes; token ids need none.
+        """The tokenizer of transformers, with the chat template. Slow to load, for torch comes with it."""
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
@@ -34,9 +39,20 @@ class PromptCounter:
         return AutoTokenizer.from_pretrained(self._path, local_files_only=True)
 
     @cached_property
+    def _fast_tokenizer(self) -> Any:
+        """The Rust tokenizer itself; None for the few models that have none."""
+        folder = Path(self._path)
+        file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        if file.is_file() and config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in _AS_FILED:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(str(file))
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
+    @cached_property
     def _longest_token(self) -> int:
         """Characters of the vocabulary's longest token: a text has at least its length over this many tokens."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
+        return max(map(len, (self._fast_tokenizer or self._tokenizer).get_vocab()), default=1)
 
     def count(self, body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
         """Tokens of all prompts of a body that passed the rules; or a Failure with the three numbers."""
@@ -65,9 +81,11 @@ class PromptCounter:
         return len(self._encode(prompt, body.get("add_special_tokens", True)))
 
     def _encode(self, text: str, with_special_tokens: bool) -> list[int]:
-        if (fast := getattr(self._tokenizer, "backend_tokenizer", None)) is not None:
+        if self._fast_tokenizer is not None:
             # Without offsets and the objects around them: two thirds of the time.
-            ids: list[int] = fast.encode_batch_fast([text], add_special_tokens=with_special_tokens)[0].ids
+            ids: list[int] = self._fast_tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)[
+                0
+            ].ids
             return ids
         return list(self._tokenizer.encode(text, add_special_tokens=with_special_tokens))
 
