@@ -1,11 +1,12 @@
 """`overnight <verb>`: every verb behind one command."""
 
-from jobs import check, score
+from jobs import check, export, score
 from jobs.config import CONTEXT, make_app
 
 app = make_app()
 app.command("score", context_settings=CONTEXT)(score.score)
 app.command("check", context_settings=CONTEXT)(check.check)
+app.command("export", context_settings=CONTEXT)(export.export)
 
 
 @app.callback()

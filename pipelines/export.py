@@ -138,7 +138,9 @@ class PublishedRun:
                 if hashlib.file_digest(cast("io.BufferedIOBase", stream), "sha256").hexdigest() != checksum:
                     raise UsageError(f"{place}: isn't the file that the run published (its checksum differs). {advice}")
                 stream.seek(0)
-                for batch in pq.ParquetFile(stream).iter_batches(BATCH_ROWS, columns=columns):
+                # Buffering ahead would take the whole file into memory.
+                parquet = pq.ParquetFile(stream, pre_buffer=False)
+                for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
                     yield from batch.to_pylist()
 
 

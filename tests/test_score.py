@@ -182,11 +182,12 @@ def test_help_is_light(command):
     assert spent < 1.0, f"{spent:.2f} s of CPU time"
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize("verb", ["score", "check", "export"])
+def test_help_imports_nothing_heavy(verb):
     code = (
-        "import sys; sys.argv = ['score.py', '--help']\n"
+        f"import sys; sys.argv = ['{verb}.py', '--help']\n"
         "import runpy\n"
-        "try: runpy.run_path('jobs/score.py', run_name='__main__')\n"
+        f"try: runpy.run_path('jobs/{verb}.py', run_name='__main__')\n"
         "except SystemExit: pass\n"
         "print('HEAVY', *{'ray', 'torch', 'vllm', 'transformers', 'pyarrow'} & set(sys.modules))"
     )
