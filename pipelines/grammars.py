@@ -16,7 +16,7 @@ from pebble import ProcessExpired, ProcessPool
 from pipelines import engine
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
-from schemas.rules import refuse
+from schemas.rules import plain, refuse
 
 TIME_LIMIT_S = 10.0
 # A fresh process imports vLLM before it can compile.
@@ -67,7 +67,7 @@ class GrammarCompiler:
         except ProcessExpired:
             self._is_warm = False
             return "bad_constraint", "compiling it ended the process that did it. Make it simpler"
-        return None if found is None else ("bad_constraint", f"it doesn't compile ({found})")
+        return None if found is None else ("bad_constraint", f"it doesn't compile ({plain(found, 300)})")
 
     def _warm_pool(self) -> ProcessPool:
         """The process that compiles, after its imports: those don't count to anybody's time."""

@@ -10,7 +10,7 @@ import jiter
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
 from schemas.requests import Endpoint
-from schemas.rules import max_tokens_of, refuse
+from schemas.rules import max_tokens_of, plain, refuse
 
 # Kinds of tokenizers that transformers takes from the file as it is; others it changes by their configuration.
 _AS_FILED = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -57,15 +57,15 @@ class PromptCounter:
     def count(self, body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
         """Tokens of all prompts of a body that passed the rules; or a Failure with the three numbers."""
         if endpoint == "/v1/chat/completions":
-            return self._fit("messages", self._chat_length(body), body)
+            return self._fit("messages", self._chat_length(body), body, endpoint)
         prompt = body.get("prompt")
         if prompt is None:
             return 0
         if isinstance(prompt, str) or isinstance(prompt[0], int | float):
-            return self._fit("prompt", self._length(prompt, body), body)
+            return self._fit("prompt", self._length(prompt, body), body, endpoint)
         total = 0
         for index, one in enumerate(prompt):
-            length = self._fit(f"prompt[{index}]", self._length(one, body), body)
+            length = self._fit(f"prompt[{index}]", self._length(one, body), body, endpoint)
             if isinstance(length, Failure):
                 return length
             total += length
@@ -102,13 +102,13 @@ class PromptCounter:
                 **(body.get("chat_template_kwargs") or {}),
             )
         except Exception as error:  # a template raises what it likes: jinja's errors, and its writer's own
-            words = " ".join(str(error).split())[:200]
+            words = plain(" ".join(str(error).split()), 200)
             return refuse("template_refused", "messages", f"the model's chat template doesn't take them ({words})")
         if len(text) // self._longest_token > self._limits.context_length:
             return -(-len(text) // self._longest_token)
         return len(self._encode(text, body.get("add_special_tokens", False)))
 
-    def _fit(self, field: str, length: int | Failure, body: dict[str, Any]) -> int | Failure:
+    def _fit(self, field: str, length: int | Failure, body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
         if isinstance(length, Failure):
             return length
         context = self._limits.context_length
@@ -116,11 +116,11 @@ class PromptCounter:
             return refuse("empty_prompt", field, "found a text that gives no token, expected a prompt of one at least")
         if (kept := body.get("truncate_prompt_tokens")) is not None:
             length = min(length, int(kept) if kept > 0 else context - 1)
-        asked = max_tokens_of(body)
+        asked = max_tokens_of(body, endpoint)
         if length + (1 if asked is None else asked) <= context:
             return length
         answer = "an answer of one token at least" if asked is None else f"max_tokens {asked:,}"
-        if asked is not None and asked < context and body.get("max_tokens", body.get("max_completion_tokens")) is None:
+        if endpoint == "/v1/completions" and body.get("max_tokens") is None and asked is not None and asked < context:
             answer += " (the default)"
         message = (
             f"found {length:,} prompt tokens and {answer}, more than the model's context of {context:,} tokens. "

@@ -6,7 +6,23 @@ from typing import Any
 import jiter
 
 from schemas.failures import Failure
-from schemas.rules import COMMON, RETIRED, Body, Judge, Rule, check_logprobs, feature, number, refuse, show, unsupported
+from schemas.rules import (
+    COMMON,
+    RETIRED,
+    Body,
+    Judge,
+    Rule,
+    check_logprobs,
+    check_structured_outputs,
+    feature,
+    min_tokens,
+    number,
+    plain,
+    refuse,
+    show,
+    unsupported,
+    whole,
+)
 
 _MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "image_embeds", "file")
 # A message of one of these with a text and nothing else has no fault: most are so.
@@ -41,6 +57,11 @@ def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failu
         yield refuse("retired_field", f"{path}.role", "found 'function'; write it as a tool message with tool_call_id")
     if message.get("tool_calls") or message.get("role") == "tool":
         yield from _needs_tools(path, judge)
+    if message.get("tool_calls") and message.get("role") != "assistant":
+        # Nor has the schema looked at them.
+        yield refuse(
+            "unsupported_field", f"{path}.tool_calls", "the model would never see them; an assistant makes calls"
+        )
     for index, call in enumerate(message.get("tool_calls") or ()):
         if call.get("type") == "custom":
             yield refuse("unsupported_field", f"{path}.tool_calls[{index}]", "found a custom tool; write a function")
@@ -94,7 +115,7 @@ def _tool_choice(field: str, value: Any, body: Body, judge: Judge) -> Failure | 
         name = value["function"]["name"]
         names = [tool["function"]["name"] for tool in tools]
         if name not in names:
-            found = f"found {show(name)}, which is none of the tools: {', '.join(names)[:200]}"
+            found = f"found {show(name)}, which is none of the tools: {plain(', '.join(names), 200)}"
             return refuse("bad_tools", f"{field}.function.name", found)
     return None
 
@@ -124,10 +145,20 @@ def _template_arguments(field: str, value: dict[str, Any], body: Body, judge: Ju
     return refuse("feature_off", f"{field}.{taken[0]}", "a request doesn't choose the template. Leave it out")
 
 
+def _structured_outputs(field: str, value: Any, body: Body, judge: Judge) -> Failure | None:
+    """The engine takes them of a chat, too, though the schema doesn't speak of them: so it hasn't looked at them."""
+    if not isinstance(value, dict):
+        return refuse("bad_constraint", field, f"found {show(value)}, expected an object")
+    return check_structured_outputs(field, value, body, judge)
+
+
 CHAT: Mapping[str, Rule] = {
     **COMMON,
     "messages": _messages,
-    "max_completion_tokens": COMMON["max_tokens"],
+    "max_tokens": whole(1),
+    "max_completion_tokens": whole(1),
+    "min_tokens": min_tokens("/v1/chat/completions"),
+    "structured_outputs": _structured_outputs,
     "top_logprobs": check_logprobs,
     "tools": _tools,
     "tool_choice": _tool_choice,

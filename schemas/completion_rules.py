@@ -10,17 +10,28 @@ from schemas.rules import (
     Body,
     Judge,
     Rule,
+    both,
     check_logprobs,
+    check_structured_outputs,
     check_token_ids,
     feature,
+    min_tokens,
     refuse,
     show,
     unsupported,
+    whole,
 )
 
 MAX_LOGPROB_TOKEN_IDS = 128
 # A list of prompts is answered all or nothing; more of them in one request are better written as more lines.
 MAX_PROMPTS = 1024
+
+
+def _max_tokens(field: str, value: int, body: Body, judge: Judge) -> Failure | None:
+    if value >= 1 or (value == 0 and body.get("echo") and "prompt" in body):
+        return None
+    hint = "; 0 only with echo" if value == 0 and "prompt" in body else ""
+    return refuse("out_of_range", field, f"found {show(value)}, expected a whole number from 1{hint}")
 
 
 def _logprob_token_ids(field: str, value: list[int], body: Body, judge: Judge) -> Failure | None:
@@ -50,26 +61,6 @@ def _thinking_token_budget(field: str, value: int, body: Body, judge: Judge) -> 
     return refuse("unsupported_field", field, "this engine doesn't tell thoughts from answers. Leave it out")
 
 
-_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
-
-def _structured_outputs(field: str, value: dict[str, Any], body: Body, judge: Judge) -> Failure | None:
-    given = [name for name in _CONSTRAINTS if value.get(name) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        return refuse("bad_constraint", field, f"found {found}, expected one of {', '.join(_CONSTRAINTS)}")
-    path = f"{field}.{given[0]}"
-    if (value[given[0]] in ("", []) and given[0] != "regex") or value[given[0]] is False:
-        return refuse("bad_constraint", path, f"found {value[given[0]]!r}, which says nothing. Leave it out")
-    if value.get("_backend"):
-        message = "the engine chooses it. Leave it out"
-        return refuse("bad_constraint", f"{field}._backend", message)
-    form = body.get("response_format")
-    if form is not None and form.get("type") != "text":
-        return refuse("bad_constraint", field, "found beside response_format; a request has one of them")
-    return None
-
-
 def _prompt(field: str, value: Any, body: Body, judge: Judge) -> Failure | None:
     """One text, one list of token ids, or a list of either; the schema has seen that it is one of these."""
     if not value:
@@ -96,9 +87,11 @@ COMPLETION: Mapping[str, Rule] = {
     **COMMON,
     "prompt": _prompt,
     "prompt_embeds": feature("prompt_embeds", "embeddings reach the model as they are"),
+    "max_tokens": both(whole(), _max_tokens),
+    "min_tokens": min_tokens("/v1/completions"),
     "logprobs": check_logprobs,
     "logprob_token_ids": _logprob_token_ids,
-    "structured_outputs": _structured_outputs,
+    "structured_outputs": check_structured_outputs,
     "repetition_detection": _repetition_detection,
     "suffix": unsupported("this engine fills no gap before a suffix"),
     "watermarking": unsupported("this engine has no watermark"),

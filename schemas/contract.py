@@ -2,9 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import islice
 from typing import Any
 
 import jiter
@@ -14,7 +16,7 @@ from schemas.chat_rules import CHAT
 from schemas.completion_rules import COMPLETION
 from schemas.failures import Failure
 from schemas.requests import Endpoint
-from schemas.rules import Judge, Rule, refuse
+from schemas.rules import MAX_PATH, Judge, Rule, plain, refuse
 
 SCHEMA_FILES: dict[Endpoint, str] = {
     "/v1/completions": "completion_request.schema.json",
@@ -29,6 +31,10 @@ RULES: Mapping[Endpoint, Mapping[str, Rule]] = {"/v1/completions": COMPLETION, "
 _SHAPE_OF_NUMBERS = bytes.maketrans(b"123456789E", b"000000000e")
 _MANY_DIGITS = b"0" * 200
 _FOUND_LENGTH = 60
+# Of each alternative of a schema, so many faults are looked for, to see which came furthest.
+_COMPARED_FAULTS = 8
+# Of JSON's types; numbers have more to them.
+_PYTHON_TYPES = {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}
 _LENIENT = Judge()
 
 
@@ -44,7 +50,8 @@ def parse_strict(text: bytes) -> Any | Failure:
         return Failure(400, "invalid_json", _explain_parse_error(text, str(error)))
     shape = text.translate(_SHAPE_OF_NUMBERS)
     may_overflow = b"0e0" in shape or b"0e+0" in shape or _MANY_DIGITS in shape
-    if may_overflow and (path := _overflowed(value, "")) is not None:
+    if may_overflow and (steps := _overflowed(value)) is not None:
+        path = _show_path(reversed(steps))
         message = f"{path or 'the line'}: found a number beyond the range of a 64-bit float (about 1.8e308)"
         return Failure(400, "invalid_json", message, path or None)
     return value
@@ -61,8 +68,10 @@ def check_body(body: Any, endpoint: Endpoint, judge: Judge = _LENIENT) -> Failur
 
 def check_schema(body: Any, endpoint: Endpoint) -> Failure | None:
     """The first breach of the endpoint's JSON Schema (422, `schema`), if any."""
-    validator = _validator(endpoint)
-    return None if validator.is_valid(body) else _explain_schema_error(next(validator.iter_errors(body)), body)
+    if _validator(endpoint).is_valid(body):
+        return None
+    unnamed = _Breach((), body, words="which breaks the schema")
+    return next(_breaches(_schema(endpoint), body, (), endpoint), unnamed).explain()
 
 
 def _broken_rule(body: dict[str, Any], endpoint: Endpoint, judge: Judge) -> Failure | None:
@@ -107,7 +116,7 @@ def _explain_parse_error(text: bytes, error: str) -> str:
     elif what.startswith("EOF"):
         what = "the line ends inside the JSON value; an object must stand on one line, whole"
     elif what.startswith("Detected duplicate key"):
-        what = f"found the key {what.removeprefix('Detected duplicate key ')} twice; keep one"
+        what = f"found the key {plain(what.removeprefix('Detected duplicate key '))} twice; keep one"
     elif what == "invalid unicode code point":
         what = "found bytes that are no UTF-8; save the file as UTF-8"
     elif what == "recursion limit exceeded":
@@ -117,76 +126,121 @@ def _explain_parse_error(text: bytes, error: str) -> str:
     return f"not valid JSON: {what}" + (f" (column {column})" if column else "")
 
 
-def _overflowed(value: Any, path: str) -> str | None:
-    """The path of the first infinite number in a value, if any."""
+def _overflowed(value: Any) -> list[str | int] | None:
+    """The path of the first infinite number in a value, if any; from its end to its beginning."""
     if isinstance(value, float):
-        return path if math.isinf(value) else None
+        return [] if math.isinf(value) else None
+    children: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, dict):
-        children = ((f"{path}.{key}" if path else key, child) for key, child in value.items())
+        children = value.items()
     elif isinstance(value, list):
-        children = ((f"{path}[{index}]", child) for index, child in enumerate(value))
-    else:
-        return None
-    return next((found for name, child in children if (found := _overflowed(child, name)) is not None), None)
+        children = enumerate(value)
+    for step, child in children:
+        if (path := _overflowed(child)) is not None:
+            return [*path, step]
+    return None
 
 
-def _explain_schema_error(error: jsonschema_rs.ValidationError, body: Any) -> Failure:
-    error, types = _most_telling(error)
-    path = _path(error.instance_path, body)
-    expected = f"expected {' or '.join(types)}" if types else _bound(error)
-    message = f"{path or 'the request'}: found {_shorten(_to_json(error.instance))}, {expected}"
-    return Failure(422, "schema", message, path or None)
+@dataclass(frozen=True, slots=True)
+class _Breach:
+    """Where a value breaks a schema, and what was expected there: one of some types, or what the words say."""
+
+    path: tuple[str | int, ...]
+    found: Any
+    types: tuple[str, ...] = ()
+    words: str = ""
+
+    def explain(self) -> Failure:
+        path = _show_path(self.path)
+        expected = f"expected {' or '.join(self.types)}" if self.types else self.words
+        message = f"{path or 'the request'}: found {_shorten(_to_json(self.found))}, {expected}"
+        return Failure(422, "schema", message, path or None)
 
 
-def _most_telling(error: jsonschema_rs.ValidationError) -> tuple[jsonschema_rs.ValidationError, list[str]]:
-    """The error to report, and the types that would do where the type is the fault.
+def _breaches(schema: dict[str, Any], value: Any, path: tuple[str | int, ...], endpoint: Endpoint) -> Iterator[_Breach]:
+    """What of a value breaks a schema, as far as it is asked for: a line may have millions of faults.
 
-    Of alternatives, the one that came furthest is what its writer meant: one that already fails by the value's own
-    type tells least; of the others, the one with the fewest faults.
+    Speaks the words of JSON Schema that our files use, and decides nothing: `_validator` has by then.
     """
-    kind = error.kind
-    if isinstance(kind, jsonschema_rs.ValidationErrorKind.Type):
-        return error, _types(kind)
-    if not isinstance(kind, jsonschema_rs.ValidationErrorKind.AnyOf):
-        return error, []
-    own_path = error.instance_path
-    close = [
-        branch for branch in kind.context if not (_is_type_error(branch[0]) and branch[0].instance_path == own_path)
-    ]
-    if close:
-        best = min(close, key=len)
-        return _most_telling(best[0])
-    return error, list(dict.fromkeys(name for branch in kind.context for name in _types(branch[0].kind)))
+    if (reference := schema.get("$ref")) is not None:
+        schema = _schema(endpoint)["$defs"][reference.removeprefix("#/$defs/")]
+    if (branches := schema.get("anyOf")) is not None:
+        yield from _most_telling(branches, value, path, endpoint)
+        return
+    kind = schema.get("type")
+    if kind is not None and not _is_of_type(value, kind):
+        yield _Breach(path, value, (kind,))
+        return
+    yield from (_Breach(path, value, words=words) for words in _broken_bounds(schema, value))
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        for name, child in value.items():
+            if name in known or isinstance(others, dict):
+                yield from _breaches(known.get(name, others), child, (*path, name), endpoint)
+            elif not others:
+                yield _Breach((*path, name), child, words="a field that isn't known here")
+    elif isinstance(value, list) and "items" in schema:
+        for index, child in enumerate(value):
+            yield from _breaches(schema["items"], child, (*path, index), endpoint)
 
 
-def _is_type_error(error: jsonschema_rs.ValidationError) -> bool:
-    return isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Type)
+def _most_telling(
+    branches: list[dict[str, Any]], value: Any, path: tuple[str | int, ...], endpoint: Endpoint
+) -> Iterator[_Breach]:
+    """The breach of alternatives to report, if none of them fits.
+
+    The one that came furthest is what its writer meant: one that already fails by the value's own type tells least; of
+    the others, the one with the fewest faults.
+    """
+    tried = []
+    for branch in branches:
+        found = list(islice(_breaches(branch, value, path, endpoint), _COMPARED_FAULTS))
+        if not found:
+            return
+        tried.append(found)
+    close = [found for found in tried if not (found[0].types and found[0].path == path)]
+    types = dict.fromkeys(name for found in tried for name in found[0].types)
+    yield min(close, key=len)[0] if close else _Breach(path, value, tuple(types))
 
 
-def _types(kind: Any) -> list[str]:
-    types = kind.types
-    return [types] if isinstance(types, str) else [str(name) for name in types]
+def _is_of_type(value: Any, kind: str) -> bool:
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "integer":
+        return value.is_integer() if isinstance(value, float) else type(value) is int
+    return isinstance(value, _PYTHON_TYPES[kind])
 
 
-def _bound(error: jsonschema_rs.ValidationError) -> str:
-    """What was expected, from the library's sentence `<value> is less than the minimum of 0`."""
-    message: str = error.message
-    value = _to_json(error.instance)
-    return "which " + message.removeprefix(value).strip() if message.startswith(value) else message
+def _broken_bounds(schema: dict[str, Any], value: Any) -> Iterator[str]:
+    """What a value of the right type should have been, in words that go on from `found 5, `."""
+    if "const" in schema and value != schema["const"]:
+        yield f"which is not {_to_json(schema['const'])}"
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"which is not one of {' or '.join(map(_to_json, schema['enum']))}"
+    if isinstance(value, int | float):
+        if value < schema.get("minimum", value):
+            yield f"which is less than the minimum of {schema['minimum']}"
+        if value > schema.get("maximum", value):
+            yield f"which is greater than the maximum of {schema['maximum']}"
+    elif isinstance(value, str):
+        if len(value) < schema.get("minLength", 0):
+            yield f"which is shorter than {_count(schema['minLength'], 'character')}"
+        if len(value) > schema.get("maxLength", len(value)):
+            yield f"which is longer than {_count(schema['maxLength'], 'character')}"
+    elif isinstance(value, list) and len(value) > schema.get("maxItems", len(value)):
+        yield f"which has more than {_count(schema['maxItems'], 'item')}"
+    elif isinstance(value, dict):
+        yield from (f"expected {name} in it" for name in schema.get("required", ()) if name not in value)
 
 
-def _path(steps: list[str | int], body: Any) -> str:
-    """`["prompt", 3]` as `prompt[3]`; a step into an object is a name even when it looks like a number."""
-    path = ""
-    here = body
-    for step in steps:
-        if isinstance(here, dict):
-            path += f".{step}" if path else str(step)
-            here = here[str(step)]
-        else:
-            path += f"[{step}]"
-            here = here[int(step)]
-    return path
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _show_path(steps: Iterable[str | int]) -> str:
+    """`["prompt", 3]` as `prompt[3]`."""
+    words = "".join(f"[{step}]" if isinstance(step, int) else f".{plain(step)}" for step in steps)
+    return plain(words.removeprefix("."), MAX_PATH)
 
 
 def _to_json(value: Any) -> str:
@@ -194,4 +248,5 @@ def _to_json(value: Any) -> str:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= _FOUND_LENGTH else f"{text[:_FOUND_LENGTH]}… ({len(text):,} characters)"
+    shown = plain(text, _FOUND_LENGTH)
+    return shown if len(text) <= _FOUND_LENGTH else f"{shown} ({len(text):,} characters)"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
+from schemas.requests import Endpoint
 
 Door = Literal["batch", "online"]
 Body = Mapping[str, Any]
@@ -28,16 +29,26 @@ Rule = Callable[[str, Any, Body, Judge], Failure | None]
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
+# A path to the field at fault is cut to this; paths of fields that a schema knows are shorter.
+MAX_PATH = 200
+
+
 def refuse(reason: str, field: str, message: str, status: int = 400) -> Failure:
+    field = plain(field, MAX_PATH)
     return Failure(status, reason, f"{field}: {message}", field)
 
 
-def show(value: Any) -> str:
+def plain(text: str, most: int = 60) -> str:
+    """Text of a request as a message holds it: on one line, cut, and nothing in it that a terminal would obey."""
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:most])[:most]
+    return shown if len(text) <= most else f"{shown}…"
+
+
+def show(value: Any, most: int = 60) -> str:
     """A value of a request, short enough for a message whatever it is; Python itself prints no number so long."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:
         return "a number of more than 30 digits"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return plain(repr(value), most)
 
 
 # --- kinds of rules -------------------------------------------------------------------------------------------------
@@ -108,7 +119,7 @@ def _model(field: str, value: str, body: Body, judge: Judge) -> Failure | None:
     if judge.limits is None or value in judge.limits.served_names:
         return None
     served = " or ".join(judge.limits.served_names)
-    message = f"found {value[:100]!r}, served here is {served}. Leave the field out, or give a --served-name"
+    message = f"found {show(value, 100)}, served here is {served}. Leave the field out, or give a --served-name"
     return refuse("unknown_model", field, message, 404)
 
 
@@ -138,28 +149,30 @@ def _choices(field: str, value: int, body: Body, judge: Judge) -> Failure | None
     return None
 
 
-def _max_tokens(field: str, value: int, body: Body, judge: Judge) -> Failure | None:
-    if value >= 1 or (value == 0 and body.get("echo") and field == "max_tokens" and "prompt" in body):
+def min_tokens(endpoint: Endpoint) -> Rule:
+    """A whole number from 0, and not more than `max_tokens`."""
+
+    def rule(field: str, value: int, body: Body, judge: Judge) -> Failure | None:
+        if value < 0:
+            return refuse("out_of_range", field, f"found {show(value)}, expected a whole number from 0")
+        most = max_tokens_of(body, endpoint)
+        if most is not None and value > most:
+            return refuse("out_of_range", field, f"found {show(value)}, more than max_tokens, which is {show(most)}")
         return None
-    hint = "; 0 only with echo" if value == 0 and "prompt" in body else ""
-    return refuse("out_of_range", field, f"found {show(value)}, expected a whole number from 1{hint}")
+
+    return both(whole(), rule)
 
 
-def _min_tokens(field: str, value: int, body: Body, judge: Judge) -> Failure | None:
-    if value < 0:
-        return refuse("out_of_range", field, f"found {show(value)}, expected a whole number from 0")
-    most = max_tokens_of(body)
-    if most is not None and value > most:
-        return refuse("out_of_range", field, f"found {show(value)}, more than max_tokens, which is {show(most)}")
-    return None
+def max_tokens_of(body: Body, endpoint: Endpoint) -> int | None:
+    """Most tokens of an answer: as the request says, or 16 for a completion; None: a chat to the context's end.
 
-
-def max_tokens_of(body: Body) -> int | None:
-    """Most tokens of an answer: as the request says, or 16 for a completion; None: a chat to the context's end."""
+    A completion may hold anything under the names of a chat's fields: only its own are looked at.
+    """
+    if endpoint == "/v1/completions":
+        given = body.get("max_tokens")
+        return 16 if given is None else int(given)
     given = next((n for f in ("max_completion_tokens", "max_tokens") if (n := body.get(f)) is not None), None)
-    if given is None:
-        return None if "messages" in body else 16
-    return int(given)
+    return None if given is None else int(given)
 
 
 def check_logprobs(field: str, value: Any, body: Body, judge: Judge) -> Failure | None:
@@ -234,6 +247,26 @@ def _response_format(field: str, value: dict[str, Any], body: Body, judge: Judge
     if given is None or given.get("schema") is None:
         found = "nothing" if given is None else "no schema in it"
         return refuse("bad_constraint", f"{field}.json_schema", f"found {found}, expected name and schema")
+    return None
+
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def check_structured_outputs(field: str, value: dict[str, Any], body: Body, judge: Judge) -> Failure | None:
+    given = [name for name in _CONSTRAINTS if value.get(name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        return refuse("bad_constraint", field, f"found {found}, expected one of {', '.join(_CONSTRAINTS)}")
+    path = f"{field}.{given[0]}"
+    if (value[given[0]] in ("", []) and given[0] != "regex") or value[given[0]] is False:
+        return refuse("bad_constraint", path, f"found {value[given[0]]!r}, which says nothing. Leave it out")
+    if value.get("_backend"):
+        message = "the engine chooses it. Leave it out"
+        return refuse("bad_constraint", f"{field}._backend", message)
+    form = body.get("response_format")
+    if form is not None and form.get("type") != "text":
+        return refuse("bad_constraint", field, "found beside response_format; a request has one of them")
     return None
 
 
@@ -318,8 +351,6 @@ COMMON: Mapping[str, Rule] = {
     "frequency_penalty": number(-2, 2),
     "repetition_penalty": number(above=0),
     "n": _choices,
-    "max_tokens": both(whole(), _max_tokens),
-    "min_tokens": both(whole(), _min_tokens),
     "prompt_logprobs": check_logprobs,
     "stop": _texts,
     "bad_words": _texts,

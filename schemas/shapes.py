@@ -18,7 +18,7 @@ from typing import Any
 from schemas.contract import known_fields
 from schemas.failures import Failure
 from schemas.requests import Endpoint
-from schemas.rules import RETIRED
+from schemas.rules import RETIRED, plain
 
 # An envelope's url, without a trailing slash, and the path that answers it.
 URLS: Mapping[str, Endpoint] = {
@@ -104,7 +104,7 @@ def _bedrock(line: dict[str, Any], endpoint: Endpoint | None) -> Shaped:
     identifier, body = line.get("recordId", ""), line.get("modelInput")
     _expect("recordId", identifier, isinstance(identifier, str), "a string")
     if isinstance(body, dict) and not _tells(body) and endpoint is None:
-        found = ", ".join(sorted(body)[:3]) or "no field"
+        found = ", ".join(map(plain, sorted(body)[:3])) or "no field"
         message = f"modelInput: found {found}, of a model of Bedrock's own; expected prompt, messages or context"
         raise _Refused("unsupported_shape", message, "modelInput")
     return _inside(line, "modelInput", identifier, endpoint, _BEDROCK_FIELDS)
@@ -131,12 +131,12 @@ def _bare(body: dict[str, Any], endpoint: Endpoint | None) -> Shaped:
     _expect("custom_id", identifier, isinstance(identifier, str), "a string")
     identifier = identifier or body.get("request_id")
     known = known_fields(endpoint)
-    own = [key for key in body if key not in known and key not in RETIRED]
+    own = {key for key in body if key not in known and key not in RETIRED}
     if own and body.get("model") is not None:
-        own = ["custom_id"] if "custom_id" in own else []
+        own &= {"custom_id"}
     extra = {}
     if own:
-        extra = {key: body[key] for key in own if key != "custom_id"}
+        extra = {key: value for key, value in body.items() if key in own and key != "custom_id"}
         body = {key: value for key, value in body.items() if key not in own}
     return Shaped(endpoint, body, identifier if isinstance(identifier, str) and identifier else None, extra)
 
