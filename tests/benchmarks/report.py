@@ -12,27 +12,30 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparison: what each side measured, a number a round."""
+    """One comparison: what each side measured, a number a round. Without a peer it is a figure alone."""
 
     name: str
     ours: list[float]
     peer: list[float]
-    aim: float
+    aim: float | None
     unit: str
 
     @property
-    def ratio(self) -> float:
-        return median(self.ours) / median(self.peer)
+    def ratio(self) -> float | None:
+        return median(self.ours) / median(self.peer) if self.peer else None
+
+    def _rounds(self) -> list[tuple[float, ...]]:
+        return list(zip(self.ours, self.peer, strict=True)) if self.peer else [(number,) for number in self.ours]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "figure": self.name,
             "ours": round(median(self.ours), 3),
-            "peer": round(median(self.peer), 3),
-            "ratio": round(self.ratio, 3),
+            "peer": round(median(self.peer), 3) if self.peer else None,
+            "ratio": round(self.ratio, 3) if self.ratio is not None else None,
             "aim": self.aim,
             "unit": self.unit,
-            "rounds": [[round(ours, 3), round(peer, 3)] for ours, peer in zip(self.ours, self.peer, strict=True)],
+            "rounds": [[round(number, 3) for number in numbers] for numbers in self._rounds()],
         }
 
 
@@ -41,7 +44,12 @@ def report(figures: list[Figure], json_file: Path | None) -> None:
     table = Table("figure", "ours", "peer", "ratio", "aim", "unit", "rounds")
     for figure in figures:
         row = figure.to_json()
-        table.add_row(*(str(row[key]) for key in ("figure", "ours", "peer", "ratio", "aim", "unit", "rounds")))
+        table.add_row(
+            *(
+                str(row[key] if row[key] is not None else "")
+                for key in ("figure", "ours", "peer", "ratio", "aim", "unit", "rounds")
+            )
+        )
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps([figure.to_json() for figure in figures], indent=2) + "\n")
