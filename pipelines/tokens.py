@@ -75,8 +75,8 @@ class PromptCounter:
         if not isinstance(prompt, str):
             return len(prompt)
         at_least = -(-len(prompt) // self._longest_token)
-        if at_least > self._limits.context_length and body.get("truncate_prompt_tokens") is None:
-            # Not worth the minutes that cutting it into tokens could take.
+        if at_least > self._limits.context_length:
+            # Not worth the minutes that cutting it into tokens could take: too long, or truncated to less than this.
             return at_least
         return len(self._encode(prompt, body.get("add_special_tokens", True)))
 

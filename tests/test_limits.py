@@ -84,6 +84,8 @@ def counter():
         ({"prompt": [1] * 99, "max_tokens": 1, "truncate_prompt_tokens": -1}, 31),
         ({"prompt": [[1], [2] * 40]}, "prompt[1]: found 40 prompt tokens"),
         ({"prompt": "a" * 10_000_000}, "prompt tokens and max_tokens 16"),
+        ({"prompt": "a" * 60_000_000, "truncate_prompt_tokens": 9}, 9),
+        ({"prompt": "a" * 60_000_000, "truncate_prompt_tokens": -1, "max_tokens": 1}, 31),
         ({"prompt": [1], "max_tokens": 10**12}, "max_tokens 1,000,000,000,000, more than"),
     ],
 )
