@@ -31,11 +31,13 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 # A path to the field at fault is cut to this; paths of fields that a schema knows are shorter.
 MAX_PATH = 200
+# Rules cut what they show; this holds for a rule that forgot to.
+_MAX_WORDS = 600
 
 
 def refuse(reason: str, field: str, message: str, status: int = 400) -> Failure:
     field = plain(field, MAX_PATH)
-    return Failure(status, reason, f"{field}: {message}", field)
+    return Failure(status, reason, f"{field}: {plain(message, _MAX_WORDS)}", field)
 
 
 def plain(text: str, most: int = 60) -> str:
@@ -142,10 +144,8 @@ def _choices(field: str, value: int, body: Body, judge: Judge) -> Failure | None
         return refuse("too_many_choices", field, f"found {show(value)}, at most {bound} (--engine max_choices)")
     temperature = body.get("temperature")
     if value > 1 and temperature is not None and temperature < 1e-5 and not body.get("use_beam_search"):
-        message = (
-            f"found {show(value)} with temperature {temperature}, which gives one answer {show(value)} times over. "
-        )
-        return refuse("choices_need_sampling", field, message + "Raise temperature, or leave n out")
+        found = f"found {show(value)} with temperature {show(temperature)}, which gives one answer {show(value)} times"
+        return refuse("choices_need_sampling", field, f"{found} over. Raise temperature, or leave n out")
     return None
 
 

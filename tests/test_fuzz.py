@@ -391,6 +391,8 @@ LONG = "k" * 3000
         ({"prompt": "a", "logit_bias": {"a\nb": "c"}}, "schema", r"logit_bias.a\nb"),
         ({"modelInput": {"a\nb" * 3000: 1}}, "unsupported_shape", "modelInput"),
         ({"prompt": "a", "model": "\U000e0001" * 100}, "unknown_model", "model"),
+        ({"prompt": "a", "temperature": -(10**4299), "n": 2}, "out_of_range", "temperature"),
+        ({"prompt": "a", "n": 2, "temperature": -(10**4299)}, "choices_need_sampling", "n"),
         (
             {"messages": [], "logits_processors": [{"qualname": "a", LONG: 1}]},
             "schema",
