@@ -14,9 +14,7 @@ import typer
 from jobs import options
 from jobs.config import CONTEXT, ConfigOption, make_app
 from jobs.exits import ExitStatus
-from jobs.interrupts import Terminated, catch_sigterm
-from jobs.options import say
-from schemas.failures import UsageError
+from jobs.interrupts import carry_out
 
 if TYPE_CHECKING:
     from schemas.settings import InputSettings
@@ -45,42 +43,34 @@ def check(
 
     Exit status: 0 a run would take every line, 3 some lines are refused, 2 wrong usage, 1 failed, 130/143 interrupted.
     """
-    from schemas.settings import InputSettings
 
-    try:
-        settings = InputSettings(
-            **options.input_settings(
-                inputs=inputs,
-                model=model,
-                served_names=served_names,
-                engine=engine,
-                fill=fill,
-                endpoint=endpoint,
-                strict=strict,
-                limit=limit,
-                sample=sample,
-                verbose=verbose,
-            )
+    def work() -> int:
+        from schemas.settings import InputSettings
+
+        shared = options.input_settings(
+            inputs=inputs,
+            model=model,
+            served_names=served_names,
+            engine=engine,
+            fill=fill,
+            endpoint=endpoint,
+            strict=strict,
+            limit=limit,
+            sample=sample,
+            verbose=verbose,
         )
-        status = run(settings, as_json)
-    except UsageError as error:
-        status = say(str(error), ExitStatus.USAGE)
-    raise typer.Exit(status)
+        return run(InputSettings(**shared), as_json)
+
+    raise typer.Exit(carry_out(work))
 
 
 def run(settings: "InputSettings", as_json: bool) -> int:
     """Carry a check out, and return its exit status."""
-    catch_sigterm()
-    try:
-        from jobs.console import RunView, print_report
-        from pipelines import check as checking
+    from jobs.console import RunView, print_report
+    from pipelines import check as checking
 
-        with RunView() as view:
-            report = checking.check(settings, view)
-    except KeyboardInterrupt:
-        return say("interrupted", ExitStatus.INTERRUPTED)
-    except Terminated:
-        return say("terminated", ExitStatus.TERMINATED)
+    with RunView() as view:
+        report = checking.check(settings, view)
     if as_json:
         for row in report.rejections:
             typer.echo(json.dumps(row, ensure_ascii=False))

@@ -10,9 +10,10 @@ from rich.table import Table
 from pipelines.batch import Summary
 from pipelines.check import Report
 from pipelines.progress import Progress as RunProgress
+from schemas.rules import plain
 
 LINE_EVERY_S = 5.0
-# Refused lines that a check shows.
+# Refused lines, and names of unknown fields, that are shown.
 MAX_PRINTED = 50
 
 
@@ -90,10 +91,12 @@ def print_report(report: Report, to_stderr: bool = False) -> None:
     """What a check found: the refused lines, then the counts."""
     console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if report.num_rejected and not to_stderr:
+        listed = len(report.rejections)
+        is_cut = listed < report.num_rejected
         for row in report.rejections[:MAX_PRINTED]:
             console.print(row["message"])
         if (more := report.num_rejected - MAX_PRINTED) > 0:
-            console.print(f"… and {more:,} more: --json lists them all")
+            console.print(f"… and {more:,} more: --json lists {'the first ' if is_cut else 'all '}{listed:,}")
         console.print()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
@@ -114,7 +117,10 @@ def _add_counts(table: Table, reasons: dict[str, int]) -> None:
 
 def _print_unknown(console: Console, unknown_fields: dict[str, int]) -> None:
     if unknown_fields:
-        fields = ", ".join(f"{name} ({number:,})" for name, number in sorted(unknown_fields.items()))
+        names = sorted(unknown_fields, key=lambda name: (-unknown_fields[name], name))
+        fields = ", ".join(f"{plain(name)} ({unknown_fields[name]:,})" for name in names[:MAX_PRINTED])
+        if (more := len(names) - MAX_PRINTED) > 0:
+            fields += f" and {more:,} more"
         console.print(f"\nfields that the schema doesn't know, with their rows: {fields}. Is one misspelt?")
 
 

@@ -12,8 +12,7 @@ import typer
 
 from jobs.config import CONTEXT, ConfigOption, make_app
 from jobs.exits import ExitStatus
-from jobs.interrupts import Terminated, catch_sigterm
-from jobs.options import say
+from jobs.interrupts import carry_out
 from schemas.failures import UsageError
 
 app = make_app()
@@ -37,28 +36,18 @@ def export(
 
     Exit status: 0 both files are written, 2 wrong usage, 1 failed, 130/143 interrupted.
     """
-    try:
-        for flag, value in (("--from", source), ("--output", output), ("--run", run_id)):
-            if value == "":
-                expected = "the id of a run" if flag == "--run" else "a path or URI"
-                raise UsageError(f"{flag}: found nothing, expected {expected}. Is a variable unset?")
-        status = run(source, run_id, output)
-    except UsageError as error:
-        status = say(str(error), ExitStatus.USAGE)
-    raise typer.Exit(status)
+    raise typer.Exit(carry_out(lambda: run(source, run_id, output), "; nothing was written"))
 
 
 def run(source: str, run_id: str | None, output: str) -> int:
     """Carry an export out, and return its exit status."""
-    catch_sigterm()
-    try:
-        from pipelines import export as exporting
+    for flag, value in (("--from", source), ("--output", output), ("--run", run_id)):
+        if value == "":
+            expected = "the id of a run" if flag == "--run" else "a path or URI"
+            raise UsageError(f"{flag}: found nothing, expected {expected}. Is a variable unset?")
+    from pipelines import export as exporting
 
-        exported = exporting.export(source, run_id, output)
-    except KeyboardInterrupt:
-        return say("interrupted; nothing was written", ExitStatus.INTERRUPTED)
-    except Terminated:
-        return say("terminated; nothing was written", ExitStatus.TERMINATED)
+    exported = exporting.export(source, run_id, output)
     typer.echo(f"run {exported.run_id}")
     for path, number in exported.num_lines.items():
         typer.echo(f"{path}: {number:,} {'line' if number == 1 else 'lines'}")

@@ -13,7 +13,7 @@ import typer
 from jobs import options
 from jobs.config import CONTEXT, ConfigOption, make_app
 from jobs.exits import ExitStatus
-from jobs.interrupts import Terminated, catch_sigterm
+from jobs.interrupts import carry_out
 from jobs.options import say
 from schemas.failures import EngineUnusable, UsageError
 
@@ -50,9 +50,10 @@ def score(
 
     Exit status: 0 all rows answered, 3 finished with row errors, 2 wrong usage, 1 failed, 130/143 interrupted.
     """
-    from schemas.settings import RunSettings
 
-    try:
+    def work() -> int:
+        from schemas.settings import RunSettings
+
         if output == "":
             raise UsageError("--output: found nothing, expected a path or URI. Is a variable unset?")
         shared = options.input_settings(
@@ -68,27 +69,21 @@ def score(
             verbose=verbose,
         )
         settings = RunSettings(output=output, replicas=_parse_replicas(replicas), keep_work=keep_work, **shared)
-        status = run(settings, allow_errors)
-    except UsageError as error:
-        status = say(str(error), ExitStatus.USAGE)
-    raise typer.Exit(status)
+        return run(settings, allow_errors)
+
+    raise typer.Exit(carry_out(work, "; nothing was published"))
 
 
 def run(settings: "RunSettings", allow_errors: bool) -> int:
     """Carry a run out, and return its exit status."""
-    catch_sigterm()
-    try:
-        from jobs.console import RunView, print_summary
-        from pipelines import batch
+    from jobs.console import RunView, print_summary
+    from pipelines import batch
 
+    try:
         with RunView() as view:
             summary = batch.run(settings, view)
     except EngineUnusable as error:
         return say(f"{error}. Run again with --verbose to see the engine's own log", ExitStatus.FAILED)
-    except KeyboardInterrupt:
-        return say("interrupted; nothing was published", ExitStatus.INTERRUPTED)
-    except Terminated:
-        return say("terminated; nothing was published", ExitStatus.TERMINATED)
     print_summary(summary)
     if not summary.totals.num_failed or (allow_errors and summary.totals.num_answered):
         return ExitStatus.OK

@@ -1,6 +1,6 @@
 """All that is asked of a request before an engine is: the same for every door, in one order."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,17 +24,13 @@ class Checks:
     door: Door
     model: str | None = None
     limits: ModelLimits | None = None
-    judge: Judge = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "judge", Judge(self.door, self.limits))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("door", "model", "limits", "judge")}
+        return {name: self.__dict__[name] for name in ("door", "model", "limits")}
 
     def check(self, body: Any, endpoint: Endpoint) -> int | Failure:
         """Tokens of the prompts of a body that was parsed strictly, or its first fault."""
-        failure = check_body(body, endpoint, self.judge)
+        failure = check_body(body, endpoint, self._judge)
         if failure is not None:
             return failure
         if self.limits is None:
@@ -42,6 +38,10 @@ class Checks:
         if (failure := self._compiler.check(body)) is not None:
             return failure
         return self._counter.count(body, endpoint)
+
+    @cached_property
+    def _judge(self) -> Judge:
+        return Judge(self.door, self.limits)
 
     @cached_property
     def _counter(self) -> PromptCounter:

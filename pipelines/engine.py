@@ -203,8 +203,8 @@ class VllmEngine:
     async def generate(
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
     ) -> AsyncIterator[Event]:
-        # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
         body = jiter.from_json(request.body.encode())
+        # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
         task = asyncio.ensure_future(self._complete(request, body, priority))
         try:
             limits = [] if deadline is None else [max(0.0, deadline - time.time())]
@@ -325,7 +325,6 @@ def compile_constraint(path: str, vocab_size: int, constraint: str) -> str | Non
 
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
     from vllm.v1.structured_output.request import get_structured_output_key
 
     try:
@@ -336,7 +335,6 @@ def compile_constraint(path: str, vocab_size: int, constraint: str) -> str | Non
             SimpleNamespace(backend="xgrammar"),
             _tokenizer(path),
         )
-        validate_xgrammar_grammar(params)
         _xgrammar(path, vocab_size).compile_grammar(*get_structured_output_key(params.structured_outputs))
     except Exception as error:  # of vLLM, of xgrammar's C++, of pydantic
         return _NATIVE_PLACE.sub("", " ".join(str(error).split()))[:300]

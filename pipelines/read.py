@@ -62,8 +62,8 @@ def lines(files: list[InputFile], selection: Selection = ALL) -> Any:
     """A Ray dataset of `tables.LINES`: one task a slice of a file, in blocks in the file's order."""
     if selection.limit is not None:
         # One task: the first lines are those of the first files.
-        return _dataset([{"slices": [_pack(Slice(file)) for file in files]}], limit=selection.limit)
-    items = [{"slices": [_pack(piece)]} for file in files for piece in slices(file)]
+        return _dataset([{"slices": [asdict(Slice(file)) for file in files]}], limit=selection.limit)
+    items = [{"slices": [asdict(piece)]} for file in files for piece in slices(file)]
     if selection.sample is None:
         return _dataset(items)
     keys = _dataset(items).map_batches(SmallestKeys(selection.sample), batch_format="pyarrow", batch_size=None)
@@ -77,10 +77,6 @@ def _dataset(items: list[dict[str, Any]], **options: Any) -> Any:
     return ray.data.from_items(items, override_num_blocks=max(1, len(items))).map_batches(
         Reader(**options), batch_format="pyarrow", batch_size=1, zero_copy_batch=True
     )
-
-
-def _pack(piece: Slice) -> dict[str, Any]:
-    return asdict(piece)
 
 
 def slices(file: InputFile, slice_bytes: int = SLICE_BYTES) -> list[Slice]:

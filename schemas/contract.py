@@ -44,8 +44,8 @@ def parse_strict(text: bytes) -> Any | Failure:
         value = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
         return Failure(400, "invalid_json", _explain_parse_error(text, str(error)))
-    if _holds_infinity(value) and (steps := _overflowed(value)) is not None:
-        path = _show_path(reversed(steps))
+    if (steps := _overflowed([value])) is not None:
+        path = _show_path(reversed(steps[:-1]))
         message = f"{path or 'the line'}: found a number beyond the range of a 64-bit float (about 1.8e308)"
         return Failure(400, "invalid_json", message, path or None)
     return value
@@ -120,29 +120,15 @@ def _explain_parse_error(text: bytes, error: str) -> str:
     return f"not valid JSON: {what}" + (f" (column {column})" if column else "")
 
 
-def _holds_infinity(value: Any) -> bool:
-    """Whether a number in a value is infinite. In the loop of every line: a path is looked for only then."""
-    for child in value.values() if type(value) is dict else value if type(value) is list else (value,):
+def _overflowed(value: Any) -> list[str | int] | None:
+    """The path of the first infinite number inside a value, if any; from its end to its beginning."""
+    children: Iterable[tuple[str | int, Any]] = value.items() if type(value) is dict else enumerate(value)
+    for step, child in children:
         kind = type(child)
         if kind is float:
             if child in (math.inf, -math.inf):
-                return True
-        elif (kind is dict or kind is list) and _holds_infinity(child):
-            return True
-    return False
-
-
-def _overflowed(value: Any) -> list[str | int] | None:
-    """The path of the first infinite number in a value, if any; from its end to its beginning."""
-    if isinstance(value, float):
-        return [] if math.isinf(value) else None
-    children: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(value, dict):
-        children = value.items()
-    elif isinstance(value, list):
-        children = enumerate(value)
-    for step, child in children:
-        if (path := _overflowed(child)) is not None:
+                return [step]
+        elif (kind is dict or kind is list) and (path := _overflowed(child)) is not None:
             return [*path, step]
     return None
 

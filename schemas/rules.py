@@ -176,8 +176,6 @@ def max_tokens_of(body: Body, endpoint: Endpoint) -> int | None:
 
 
 def check_logprobs(field: str, value: Any, body: Body, judge: Judge) -> Failure | None:
-    if isinstance(value, bool):
-        return None
     if value < -1:
         return refuse("out_of_range", field, f"found {show(value)}, expected a whole number from 0, or -1 for all")
     if field == "top_logprobs" and value and not body.get("logprobs"):
@@ -203,8 +201,7 @@ def check_token_ids(field: str, value: list[int], body: Body, judge: Judge) -> F
 
 
 def _out_of_vocabulary(path: str, found: Any, size: int) -> Failure:
-    shown = f"{show(found)}" if isinstance(found, int | float) else repr(found)[:60]
-    return refuse("token_out_of_vocabulary", path, f"found {shown}, token ids of this model are 0 to {size - 1}")
+    return refuse("token_out_of_vocabulary", path, f"found {show(found)}, token ids of this model are 0 to {size - 1}")
 
 
 def _allowed_token_ids(field: str, value: list[int], body: Body, judge: Judge) -> Failure | None:
@@ -292,6 +289,7 @@ _BEAM_IGNORES: Mapping[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([],),
     "repetition_detection": (),
     "priority": (0,),
+    "tools": ([],),
 }
 
 

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TEMPLATE = """
 {%- for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>
 {% endfor %}
+{%- for document in documents or [] %}<document>{{ document.text }}</document>
+{% endfor %}
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {{ message.content or "" }}
@@ -81,6 +83,12 @@ def test_a_tools_call_has_its_form(send):
 @pytest.mark.parametrize("chosen", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
 def test_tools_stand_in_the_prompt(send, chosen):
     assert send(messages=QUESTION, tools=[TOOL], max_tokens=8, temperature=0, **chosen)["finish_reason"]
+
+
+def test_documents_stand_in_the_prompt(send):
+    body = {"messages": [{"role": "user", "content": "Say the capital's name."}], "max_tokens": 12, "temperature": 0}
+    texts = [send(**body, documents=[{"text": text}])["message"]["content"] for text in ("Paris " * 20, "Oslo " * 20)]
+    assert texts[0] != texts[1]
 
 
 def test_calls_and_their_results_go_back_to_the_model(send):
