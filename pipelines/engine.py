@@ -1,8 +1,8 @@
-"""The engine: vLLM in this process, behind one verb. Only this module imports vLLM, and only once an engine starts.
+"""The engine: vLLM in this process, behind one verb. vLLM is imported once an engine starts, and not before.
 
-`generate` is what batch, beams and the online door call. vLLM's own serving handlers do the work, so bodies,
-log-probabilities and usage are vLLM's. The engine lives on an event-loop thread of its own: callers may be threads
-(`submit`) or coroutines of that loop (`generate`). vLLM's exceptions are translated here and nowhere else.
+`generate` is what batch and the online door call. vLLM's own serving handlers do the work (`pipelines/handlers.py`), so
+bodies, log-probabilities and usage are vLLM's. The engine lives on an event-loop thread of its own: callers may be
+threads (`submit`) or coroutines of that loop (`generate`). vLLM's errors are told by `pipelines/translation.py`.
 """
 
 import asyncio
@@ -10,13 +10,12 @@ import concurrent.futures
 import contextlib
 import gc
 import logging
-import re
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 import jiter
@@ -24,6 +23,7 @@ import jiter
 from pipelines import machine
 from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
+from pipelines.translation import ABORTED, one_line, translate, translate_response
 from schemas.failures import EngineUnusable, Failure
 from schemas.limits import ModelLimits
 from schemas.requests import Answered, Endpoint, Event, Failed, Lane, Request, Timing
@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 # An idle engine needs about 10 s on a slow machine to end by itself; after this it is killed.
 _SHUTDOWN_S = 20
-# Time and place that a library in C++ puts before its message.
-_NATIVE_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 
 
 class Engine(Protocol):
@@ -53,6 +51,13 @@ class Engine(Protocol):
 
     def submit(self, request: Request, *, lane: Lane) -> "concurrent.futures.Future[Answered | Failed]":
         """Start a request from any thread; the future holds its last event."""
+        ...
+
+    def restart(self) -> None:
+        """Start the engine's processes again, after EngineUnusable. From any thread but the engine's.
+
+        Raises EngineUnusable when they don't start.
+        """
         ...
 
     def close(self) -> None:
@@ -90,6 +95,9 @@ class VllmEngine:
         self._loop = loop
         self._thread = thread
         self._claim = claim
+        # How its processes are started, and with which environment.
+        self._start: Callable[[], Coroutine[Any, Any, None]]
+        self._environment: Mapping[str, str]
         # What its requests are judged by; set once the engine is up.
         self.limits: ModelLimits
         self._llm: Any = None
@@ -131,8 +139,9 @@ class VllmEngine:
         engine = cls(loop, thread, claim)
         thread.start()
         try:
-            with machine.environment(environment):
-                engine._run(engine._load(model, served_names, settings, arguments))
+            engine._start = partial(engine._load, model, served_names, settings, arguments)
+            engine._environment = environment
+            engine._start_processes()
         except BaseException as error:
             engine.close()
             if isinstance(error, EngineUnusable) or not isinstance(error, Exception):
@@ -140,72 +149,43 @@ class VllmEngine:
             raise EngineUnusable(f"the engine didn't start: {_one_line(error)}") from error
         return engine
 
+    def restart(self) -> None:
+        try:
+            self._run(self._stop_processes())
+            self._start_processes()
+        except Exception as error:
+            raise EngineUnusable(f"the engine died, and didn't start again: {_one_line(error)}") from error
+
+    def _start_processes(self) -> None:
+        with machine.environment(self._environment):
+            self._run(self._start())
+
     async def _load(
         self, model: Model, served_names: tuple[str, ...], settings: EngineSettings, arguments: dict[str, Any]
     ) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-        from vllm.entrypoints.openai.models.protocol import BaseModelPath
-        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-        from vllm.renderers.online_renderer import OnlineRenderer
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from pipelines import handlers
 
         self.limits = limits = read_limits(model, served_names, settings)
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model.path,
-                served_model_name=list(limits.served_names),
-                max_model_len=settings.max_model_len,
-                max_logprobs=settings.max_logprobs,
-                enable_prompt_embeds="prompt_embeds" in limits.allowed,
-                # Of several, vLLM takes the one that the first request needs, for all that follow.
-                structured_outputs_config={"backend": "xgrammar"},
-                tensor_parallel_size=settings.tensor_parallel_size,
-                seed=settings.seed,
-                enable_prefix_caching=True,
-                scheduling_policy="priority",
-                enable_log_requests=False,
+        self._llm = handlers.load(
+            model.path,
+            limits,
+            {
                 **arguments,
-            )
+                "max_model_len": settings.max_model_len,
+                "tensor_parallel_size": settings.tensor_parallel_size,
+                "seed": settings.seed,
+            },
+            settings.batch_share,
         )
         _assert_limits(limits, self._llm.model_config)
-        models = OpenAIServingModels(
-            self._llm, [BaseModelPath(name=name, model_path=model.path) for name in limits.served_names]
-        )
-        # The model's own template; one that a request brings only where the operator allows it.
-        template: dict[str, Any] = {
-            "chat_template": None,
-            "chat_template_content_format": "auto",
-            "trust_request_chat_template": "chat_template" in limits.allowed,
-            "enable_auto_tools": limits.tool_parser is not None,
-            "tool_parser": limits.tool_parser,
-        }
-        shared: dict[str, Any] = {
-            "online_renderer": OnlineRenderer(
-                self._llm.model_config, self._llm.renderer, request_logger=None, **template
-            ),
-            "request_logger": None,
-            "enable_prompt_tokens_details": True,
-            "enable_per_request_metrics": True,
-        }
-        completions = OpenAIServingCompletion(self._llm, models, **shared)
-        chats = OpenAIServingChat(self._llm, models, "assistant", **shared, **template)
-        self._handlers = {
-            "/v1/completions": (CompletionRequest, completions.create_completion),
-            "/v1/chat/completions": (ChatCompletionRequest, chats.create_chat_completion),
-        }
-        # vLLM keeps this frame, and what it holds would outlive the engine.
-        del models, shared, completions, chats
+        self._handlers = handlers.make_handlers(self._llm, model.path, limits)
 
     async def generate(
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
     ) -> AsyncIterator[Event]:
         body = jiter.from_json(request.body.encode())
         # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
-        task = asyncio.ensure_future(self._complete(request, body, priority))
+        task = asyncio.ensure_future(self._complete(request, body, lane, priority))
         try:
             limits = [] if deadline is None else [max(0.0, deadline - time.time())]
             limits += [seconds] if (seconds := body.get("timeout_sec")) is not None else []
@@ -227,54 +207,63 @@ class VllmEngine:
         events = [event async for event in self.generate(request, lane=lane)]
         return events[-1]
 
-    async def _complete(self, request: Request, body: dict[str, Any], priority: int | None) -> Answered | Failed:
+    async def _complete(
+        self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None
+    ) -> Answered | Failed:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
+        from pipelines.beam_rows import GivenUp
+        from pipelines.handlers import CALL, Call
+
         started = time.monotonic()
+        if not self._handlers:
+            raise EngineUnusable("the engine is not up")
         request_class, handle = self._handlers[request.endpoint]
         # vLLM keys its own state by this id; a caller may repeat his.
         body["request_id"] = f"{body.get('request_id') or request.id}-{uuid.uuid4().hex[:12]}"
-        if priority is not None:
-            body["priority"] = priority
         try:
-            result = await handle(request_class.model_validate(body))
-        except Exception as error:
-            return Failed(self._translate(error))
+            # vLLM's models refuse beside beams what our search honours; the contract's rules have had their say.
+            uses_beams = body.pop("use_beam_search", False)
+            asked = request_class.model_validate(body).model_copy(update={"use_beam_search": uses_beams})
+            call = Call(lane, asked.priority if priority is None else priority, asked)
+            CALL.set(call)
+            result = await handle(asked)
+        except (asyncio.CancelledError, EngineUnusable):
+            raise
+        except GivenUp:
+            self._raise_if_dead()
+            return Failed(ABORTED)
+        except BaseException as error:  # a panic of a Rust library is one
+            failure = self._translated(translate(error))
+            if failure.reason == "engine_error":
+                log.warning("%s failed in the engine", request.id, exc_info=error)
+            return Failed(failure)
         if isinstance(result, ErrorResponse):
-            told = result.error
-            return Failed(_failure(told.code, told.message, told.param))
+            return Failed(self._translated(translate_response(result)))
         assert hasattr(result, "choices"), "a batch request doesn't stream"
         if any(choice.finish_reason == "abort" for choice in result.choices):
             self._raise_if_dead()
-            return Failed(Failure(500, "aborted", "the engine gave the request up before it was answered"))
+            return Failed(ABORTED)
         metrics, result.metrics = result.metrics, None
-        timing = Timing(
-            queue_ms=metrics.queue_time_ms if metrics else None,
-            first_token_ms=metrics.time_to_first_token_ms if metrics else None,
-            total_ms=(time.monotonic() - started) * 1000,
-        )
+        timing = _timing(metrics, call.waited_s * 1000, (time.monotonic() - started) * 1000)
         answer = result.model_dump(mode="json")
         answer.pop("metrics", None)
+        if uses_beams:
+            found = [hypothesis for index in sorted(call.found) for hypothesis in call.found[index]]
+            for choice, hypothesis in zip(answer["choices"], found, strict=True):
+                choice |= {"cumulative_logprob": hypothesis.beam.cumulative, "score": hypothesis.score}
+            answer["usage"]["search_tokens"] = call.search_tokens
         return Answered(answer, timing)
 
-    def _translate(self, error: Exception) -> Failure:
-        """What an exception of vLLM means for the request. Raises EngineUnusable when it isn't about the request."""
-        from pydantic import ValidationError
-        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if isinstance(error, EngineDeadError):
-            raise EngineUnusable("the engine's process has died") from error
+    def _translated(self, told: Failure | EngineUnusable) -> Failure:
+        """A failure of the request; raises EngineUnusable where it is the engine's, also by the state that it is in."""
+        if isinstance(told, EngineUnusable):
+            raise told
         self._raise_if_dead()
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            path = ".".join(map(str, first["loc"])) or None
-            return Failure(400, "invalid_request", first["msg"].removeprefix("Value error, "), path)
-        told = create_error_response(error).error
-        return _failure(told.code, told.message, told.param)
+        return told
 
     def _raise_if_dead(self) -> None:
-        if self._llm.errored:
+        if self._llm is None or self._llm.errored:
             raise EngineUnusable("the engine's process has died")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -292,13 +281,16 @@ class VllmEngine:
             self._claim.release()
 
     async def _shut_down(self) -> None:
-        llm, self._llm, self._handlers = self._llm, None, {}
-        if llm is not None:
-            llm.shutdown(_SHUTDOWN_S)
+        await self._stop_processes()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+    async def _stop_processes(self) -> None:
+        llm, self._llm, self._handlers = self._llm, None, {}
+        if llm is not None:
+            llm.shutdown(_SHUTDOWN_S)
 
 
 def _assert_limits(limits: ModelLimits, model_config: Any) -> None:
@@ -337,7 +329,7 @@ def compile_constraint(path: str, vocab_size: int, constraint: str) -> str | Non
         )
         _xgrammar(path, vocab_size).compile_grammar(*get_structured_output_key(params.structured_outputs))
     except Exception as error:  # of vLLM, of xgrammar's C++, of pydantic
-        return _NATIVE_PLACE.sub("", " ".join(str(error).split()))[:300]
+        return one_line(str(error))[:300]
     return None
 
 
@@ -362,17 +354,21 @@ def _xgrammar(path: str, vocab_size: int) -> Any:
     return XgrammarBackend(settings, tokenizer=_tokenizer(path), vocab_size=vocab_size)
 
 
+def _timing(metrics: Any, waited_ms: float, total_ms: float) -> Timing:
+    """vLLM's times of a request begin when it enters the engine, and its first token's when it is scheduled."""
+    queue_ms = metrics and metrics.queue_time_ms
+    if queue_ms is None:
+        return Timing(None, None, total_ms)
+    first_ms = metrics.time_to_first_token_ms
+    return Timing(
+        waited_ms + queue_ms, None if first_ms is None else min(total_ms, waited_ms + queue_ms + first_ms), total_ms
+    )
+
+
 async def _cancel(task: "asyncio.Task[Any]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await task
-
-
-def _failure(status_code: int, message: str, param: str | None) -> Failure:
-    if param == "input_tokens":
-        return Failure(status_code, "prompt_too_long", message, param)
-    reasons = {400: "invalid_request", 404: "unknown_model", 503: "overloaded"}
-    return Failure(status_code, reasons.get(status_code, "engine_error"), message, param)
 
 
 def _one_line(error: BaseException) -> str:

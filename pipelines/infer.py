@@ -6,6 +6,7 @@ since Ray hands a task's output on only when the task ends; what comes back thro
 
 import copy
 import json
+import logging
 import threading
 import time
 import warnings
@@ -24,8 +25,11 @@ from schemas import tables
 from schemas.failures import EngineUnusable, Failure
 from schemas.requests import Answered, Failed, Request, Tally
 
+log = logging.getLogger("overnight.infer")
+
 # A finished row is durable after at most this long.
 STAGE_S = 5.0
+# A replica's process, and the engine in it, are started again so often.
 MAX_RESTARTS = 3
 
 
@@ -192,6 +196,9 @@ class Replica:
         self._read_chunk = read_chunk
         self._stage = stage
         self._open = OpenWork()
+        # How often the engine was started again, and the lock under which it is.
+        self._num_restarts = 0
+        self._restarting = threading.Lock()
         # An exception here would reach the driver as words in Ray's own; the first chunk raises it as what it is.
         self._start_error: EngineUnusable | None = None
         try:
@@ -218,7 +225,7 @@ class Replica:
         attempt = self._stage.begin(number)
         self._open.begin(number)
         started = time.time()
-        rows = {self._submit(row): row for row in self._read_chunk(chunk).to_pylist()}
+        rows = {self._submit(row): (row, self._num_restarts) for row in self._read_chunk(chunk).to_pylist()}
         pending: set[Future[Any]] = set(rows)
         parts: list[str] = []
         outcomes: list[dict[str, Any]] = []
@@ -226,7 +233,18 @@ class Replica:
         while pending:
             done, pending = wait(pending, timeout=STAGE_S, return_when=FIRST_COMPLETED)
             for future in done:
-                outcome, tally = conclude(rows.pop(future), future.result(), self._name, attempt)
+                row, num_restarts = rows.pop(future)
+                try:
+                    event = future.result()
+                except EngineUnusable as error:
+                    # It was in the engine when that died.
+                    self._open.finished(number, future, Tally())
+                    self._restart_engine(num_restarts, error)
+                    again = self._submit(row)
+                    rows[again] = row, self._num_restarts
+                    pending.add(again)
+                    continue
+                outcome, tally = conclude(row, event, self._name, attempt)
                 outcomes.append(outcome)
                 self._open.finished(number, future, tally)
             if outcomes and (not pending or time.monotonic() - staged_at >= STAGE_S):
@@ -245,6 +263,18 @@ class Replica:
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
         self._open.submitted(future)
         return future
+
+    def _restart_engine(self, num_restarts: int, error: EngineUnusable) -> None:
+        """Start the engine again, unless another chunk's thread has since `num_restarts`. Raises EngineUnusable where
+        it doesn't start, and `error` where it has died too often."""
+        with self._restarting:
+            if self._num_restarts > num_restarts:
+                return
+            if self._num_restarts == MAX_RESTARTS:
+                raise error
+            log.warning("%s; starting it again", error.reason)
+            self._engine.restart()
+            self._num_restarts += 1
 
     def __del__(self) -> None:
         # Ray drops the replica when its work is done; the engine's processes end here rather than as orphans.
@@ -295,7 +325,7 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         "completion_tokens": usage["completion_tokens"],
         "total_tokens": usage["total_tokens"],
         "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        "search_tokens": None,
+        "search_tokens": usage.get("search_tokens"),
         "queue_ms": event.timing.queue_ms,
         "first_token_ms": event.timing.first_token_ms,
         "total_ms": event.timing.total_ms,

@@ -39,6 +39,7 @@ def read_limits(model: Model, served_names: tuple[str, ...], settings: EngineSet
         vocab_size=vocab_size,
         max_logprobs=max_logprobs,
         max_choices=settings.max_choices,
+        max_beams=settings.max_beams,
         chat_template=_chat_template(folder, tokenizer),
         tool_parser=settings.tool_parser,
         allowed=frozenset(settings.allow),

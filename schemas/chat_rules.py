@@ -5,6 +5,7 @@ from typing import Any
 
 import jiter
 
+from schemas.beam_rules import beam_search
 from schemas.failures import Failure
 from schemas.rules import (
     COMMON,
@@ -158,6 +159,7 @@ CHAT: Mapping[str, Rule] = {
     "max_tokens": whole(1),
     "max_completion_tokens": whole(1),
     "min_tokens": min_tokens("/v1/chat/completions"),
+    "use_beam_search": beam_search("/v1/chat/completions"),
     "structured_outputs": _structured_outputs,
     "top_logprobs": check_logprobs,
     "tools": _tools,

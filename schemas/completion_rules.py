@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from schemas.beam_rules import beam_search
 from schemas.failures import Failure
 from schemas.rules import (
     COMMON,
@@ -89,6 +90,7 @@ COMPLETION: Mapping[str, Rule] = {
     "prompt_embeds": feature("prompt_embeds", "embeddings reach the model as they are"),
     "max_tokens": both(whole(), _max_tokens),
     "min_tokens": min_tokens("/v1/completions"),
+    "use_beam_search": beam_search("/v1/completions"),
     "logprobs": check_logprobs,
     "logprob_token_ids": _logprob_token_ids,
     "structured_outputs": check_structured_outputs,

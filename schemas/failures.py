@@ -8,6 +8,7 @@ from typing import Any
 ERROR_TYPES: Mapping[int, str] = {
     400: "BadRequestError",
     404: "NotFoundError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",

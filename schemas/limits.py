@@ -6,6 +6,9 @@ from typing import Literal
 # What a request may bring that can reach further than its own answer: refused unless the operator allows it.
 Feature = Literal["chat_template", "prompt_embeds"]
 
+# Most tokens that a request may bias, forbid or penalise in a beam search.
+MAX_SHIFTED = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -21,6 +24,8 @@ class ModelLimits:
     max_logprobs: int
     # Most choices for a prompt.
     max_choices: int
+    # The widest beam search.
+    max_beams: int
     # The chat template's text; None: the model has none, and can't chat.
     chat_template: str | None = None
     # How the model writes tool calls, by the engine's name of the parser.
@@ -28,9 +33,9 @@ class ModelLimits:
     allowed: frozenset[Feature] = frozenset()
 
     @property
-    def max_beams(self) -> int:
-        """The widest beam search: each step asks for twice as many log-probabilities as there are beams."""
-        return max(1, self.max_logprobs // 2)
+    def engine_logprobs(self) -> int:
+        """Most log-probabilities that the engine itself must give: a search looks at more than any request may see."""
+        return min(self.vocab_size, max(self.max_logprobs, 2 * self.max_beams + MAX_SHIFTED))
 
     def template_speaks_of(self, name: str) -> bool:
         """Whether the chat template uses a variable; one that doesn't leaves what it holds out of the prompt."""

@@ -267,50 +267,6 @@ def check_structured_outputs(field: str, value: dict[str, Any], body: Body, judg
     return None
 
 
-# --- beam search ----------------------------------------------------------------------------------------------------
-
-# What a beam search doesn't honour, and the values that ask for nothing.
-_BEAM_IGNORES: Mapping[str, tuple[Any, ...]] = {
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
-    "prompt_logprobs": (),
-    "logprob_token_ids": ([],),
-    "repetition_detection": (),
-    "priority": (0,),
-    "tools": ([],),
-}
-
-
-def _beam_search(field: str, value: bool, body: Body, judge: Judge) -> Failure | None:
-    if not value:
-        return None
-    for name, neutral in _BEAM_IGNORES.items():
-        if (given := body.get(name)) is not None and given not in neutral:
-            return refuse("beam_unsupported", name, "a beam search doesn't honour it. Leave it out, or the beams")
-    if body.get("echo") and body.get("logprobs") not in (None, False):
-        message = "a beam search has no log-probabilities of the prompt to echo. Leave out echo or logprobs"
-        return refuse("beam_unsupported", "echo", message)
-    if body.get("echo") and body.get("max_tokens") == 0:
-        return refuse("beam_unsupported", "max_tokens", "found 0; a beam search generates one token at least")
-    width = body.get("n") or 1
-    if judge.limits is not None and width > judge.limits.max_beams:
-        message = f"found {show(width)} beams, at most {judge.limits.max_beams}: half of --engine max_logprobs"
-        return refuse("too_many_choices", "n", message)
-    return None
-
-
 # --- fields of old ----------------------------------------------------------------------------------------------------
 
 # Fields that the engine ignores: names that it took once, and likely mistakes. The second is today's name.
@@ -359,7 +315,6 @@ COMMON: Mapping[str, Rule] = {
     "priority": whole(),
     "truncate_prompt_tokens": both(whole(), _truncate),
     "response_format": _response_format,
-    "use_beam_search": _beam_search,
     "kv_transfer_params": unsupported("this engine hands no KV cache to another one"),
     "vllm_xargs": unsupported("no extension that takes arguments is installed here"),
     **dict.fromkeys(RETIRED, _retired),

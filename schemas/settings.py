@@ -24,6 +24,8 @@ class EngineSettings(Settings):
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Most tokens that a step computes.")
     max_logprobs: int = Field(20, ge=-1, description="Most log-probabilities that a request may ask for.")
     max_choices: int = Field(128, ge=1, description="Most choices (n) for a prompt.")
+    max_beams: int = Field(32, ge=1, le=256, description="Widest beam search (n).")
+    batch_share: float = Field(1.0, gt=0, le=1, description="Share of the engine that batch requests may fill.")
     tool_parser: str | None = Field(None, description="vLLM's parser of the model's tool calls, such as hermes.")
     allow: tuple[Feature, ...] = Field((), description="What a request may bring: chat_template, prompt_embeds.")
     block_size: int | None = Field(None, ge=1, description="Tokens in a block of the KV cache.")

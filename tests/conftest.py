@@ -109,16 +109,19 @@ def score(tmp_path: Path, ray_cluster: None) -> Callable[..., Run]:
     return run
 
 
+def engine_processes() -> list[psutil.Process]:
+    """The processes of engines that this one started."""
+    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[VllmEngine]:
     """The real engine on the embedded model: one for all tests. In float32, so that answers can be compared."""
-    before = set(psutil.Process().children(recursive=True))
     settings = EngineSettings(dtype="float32", max_num_seqs=64, kv_cache_gib=1)
     engine = VllmEngine.start(resolve(None), (), settings)
-    started = set(psutil.Process().children(recursive=True)) - before
-    processes = [process for process in started if process.name().startswith("VLLM")]
-    assert processes
     yield engine
+    processes = engine_processes()
+    assert processes
     engine.close()
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive, f"the engine left processes behind: {alive}"

@@ -20,8 +20,8 @@ from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
 
 
 class DeterministicEngine:
-    """Answers at once, or after `slow:<seconds>`; fails on `fail`; breaks for good on `die`; takes the
-    whole process with it on `exit`; answers with a NaN on `nan`."""
+    """Answers at once, or after `slow:<seconds>`; fails on `fail`; dies on `die`, and on `die:<file>` unless the file
+    is there, which it then is; takes the whole process with it on `exit`; answers with a NaN on `nan`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -33,7 +33,10 @@ class DeterministicEngine:
     ) -> AsyncIterator[Event]:
         body = jiter.from_json(request.body.encode())
         words = str(body.get("prompt")).split()
-        if self._is_dead or "die" in words:
+        once = [path for word in words if (path := Path(word.removeprefix("die:"))) != Path(word) and not path.exists()]
+        for path in once:
+            path.touch()
+        if self._is_dead or "die" in words or once:
             self._is_dead = True
             raise EngineUnusable("the engine's process has died")
         if "exit" in words:
@@ -57,6 +60,9 @@ class DeterministicEngine:
             return [event async for event in self.generate(request, lane=lane)][-1]
 
         return asyncio.run_coroutine_threadsafe(last(), self._loop)
+
+    def restart(self) -> None:
+        self._is_dead = False
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -183,3 +183,12 @@ def test_the_tables_open_where_the_summary_says(tmp_path, score):
     assert duckdb.sql(f"FROM '{glob}' SELECT id, text").fetchall() == [("x", ["b a"])]
     assert pandas.read_parquet(glob.removesuffix("/*.parquet"))["id"].tolist() == ["x"]
     assert polars.read_parquet(glob)["id"].to_list() == ["x"]
+
+
+def test_an_engine_that_dies_is_started_again_and_no_row_is_lost(score, tmp_path):
+    prompts = [f"row {number}" for number in range(80)]
+    prompts[40] = f"row 40 die:{tmp_path / 'died'}"
+    run = score(write_lines(tmp_path / "in.jsonl", *({"prompt": prompt} for prompt in prompts)))
+    responses = run.table("responses")
+    assert run.table("errors").num_rows == 0 and (tmp_path / "died").exists()
+    assert sorted(responses["prompt"].to_pylist()) == sorted(prompts)

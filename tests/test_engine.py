@@ -14,6 +14,7 @@ from pipelines.model import resolve
 from schemas.failures import EngineUnusable
 from schemas.requests import Answered, Failed, Request
 from schemas.settings import EngineSettings
+from tests.conftest import engine_processes
 
 pytestmark = pytest.mark.engine
 
@@ -23,8 +24,8 @@ def text(event):
     return [choice["text"] for choice in event.body["choices"]]
 
 
-def on_loop(engine, work):
-    return asyncio.run_coroutine_threadsafe(work, engine._loop).result(timeout=120)
+def on_loop(engine, work, timeout=120):
+    return asyncio.run_coroutine_threadsafe(work, engine._loop).result(timeout=timeout)
 
 
 def test_a_completion_is_a_real_models_answer(complete):
@@ -173,6 +174,54 @@ def wait_until_idle(engine, seconds=5.0):
     while engine._llm.get_num_unfinished_requests() and time.monotonic() < until:
         time.sleep(0.05)
     assert engine._llm.get_num_unfinished_requests() == 0
+
+
+def test_an_engine_whose_process_dies_fails_what_is_in_flight_and_starts_again(engine):
+    body = {"prompt": "Once", "max_tokens": 4_000, "ignore_eos": True}
+    beams = {**body, "use_beam_search": True, "n": 2}
+    sent = [engine.submit(Request("r", "/v1/completions", json.dumps(one)), lane="batch") for one in (body, beams)]
+    time.sleep(1)
+    (core,) = [process for process in engine_processes() if "EngineCore" in process.name()]
+    core.kill()
+    died = time.monotonic()
+    for future in sent:
+        with pytest.raises(EngineUnusable, match="died"):
+            future.result(timeout=10)
+    assert time.monotonic() - died < 10
+    with pytest.raises(EngineUnusable):
+        engine.submit(Request("r", "/v1/completions", json.dumps(body)), lane="batch").result(timeout=10)
+    engine.restart()
+    again = Request("r", "/v1/completions", json.dumps({"prompt": "The capital of France is", "temperature": 0}))
+    assert text(engine.submit(again, lane="batch").result(timeout=60))[0].startswith(" Paris")
+
+
+def test_log_probabilities_of_given_tokens_spoil_nobodys(engine):
+    """vLLM computes one kind of log-probabilities for all of a step."""
+    bodies = [
+        {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 6, "logprobs": 3},
+        {
+            "prompt": "The capital of Italy is",
+            "temperature": 0,
+            "max_tokens": 6,
+            "logprobs": 1,
+            "logprob_token_ids": [5],
+        },
+        {"prompt": "The capital of Spain is", "max_tokens": 6, "use_beam_search": True, "n": 2, "logprobs": 2},
+    ]
+
+    def send(body):
+        return engine.submit(Request("r", "/v1/completions", json.dumps(body)), lane="batch")
+
+    def told(event):
+        return [(choice["text"], choice["logprobs"]["tokens"]) for choice in event.body["choices"]]
+
+    alone = [told(send(body).result(timeout=60)) for body in bodies]
+    together = [future.result(timeout=60) for future in [send(body) for body in bodies * 2]]
+    assert [told(event) for event in together] == alone * 2
+    for event in together:
+        for choice in event.body["choices"]:
+            assert min(choice["logprobs"]["token_logprobs"]) > -50
+            assert all(min(top.values()) > -50 for top in choice["logprobs"]["top_logprobs"])
 
 
 def test_an_engine_that_cannot_start_says_why_on_one_line(own_core_claims):

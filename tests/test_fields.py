@@ -15,8 +15,8 @@ from schemas.rules import Judge
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MODEL = "smollm2-135m-instruct"
-LIMITS = ModelLimits((MODEL,), 8192, 49152, 20, 128, chat_template="{% for m in messages %}{{ m }}{% endfor %}")
-TOOLS_LIMITS = ModelLimits((MODEL,), 8192, 49152, 20, 128, chat_template="{{ tools }}", tool_parser="hermes")
+LIMITS = ModelLimits((MODEL,), 8192, 49152, 20, 128, 32, chat_template="{% for m in messages %}{{ m }}{% endfor %}")
+TOOLS_LIMITS = ModelLimits((MODEL,), 8192, 49152, 20, 128, 32, chat_template="{{ tools }}", tool_parser="hermes")
 
 PROMPT = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
 MESSAGES = {
@@ -154,9 +154,9 @@ UNSEEN = {
     "seed": "seen by two equal answers, in tests/test_engine.py",
     "add_special_tokens": "the model's tokenizer adds none",
     "spaces_between_special_tokens": "the model's special tokens stand apart already",
-    "priority": "an order, not an answer",
+    "priority": "an order, not an answer; seen in tests/test_admission.py",
     "cache_salt": "seen by what the cache had, below",
-    "length_penalty": "orders beams that the others' order agrees with here",
+    "length_penalty": "orders beams; seen in tests/test_beams.py",
     "add_generation_prompt": "either way the model goes on",
     "chat_template_kwargs": "the model's template takes none",
     "timeout_sec": "seen by a request that is late, below",
@@ -278,24 +278,30 @@ CHAT_REFUSED = {
 
 # What a beam search doesn't honour is refused beside it.
 BESIDE_BEAMS = {
-    "stop": "x",
-    "stop_token_ids": [1],
-    "min_tokens": 2,
-    "presence_penalty": 1,
-    "frequency_penalty": 1,
     "repetition_penalty": 1.5,
+    "presence_penalty": -1,
+    "frequency_penalty": -1,
     "top_p": 0.5,
     "top_k": 5,
     "min_p": 0.1,
     "logit_bias": {"1": 1},
-    "bad_words": ["a"],
-    "allowed_token_ids": [1],
+    "allowed_token_ids": list(range(129)),
+    "bad_words": ["a"] * 257,
     "structured_outputs": {"regex": "a"},
     "response_format": {"type": "json_object"},
-    "prompt_logprobs": 1,
     "repetition_detection": {"max_pattern_size": 1, "min_count": 2},
-    "priority": 1,
 }
+
+# What it does honour passes; tests/test_beams.py shows that it is.
+WITH_BEAMS = [
+    {"stop": "x", "include_stop_str_in_output": True},
+    {"stop_token_ids": [1], "min_tokens": 2, "ignore_eos": True},
+    {"presence_penalty": 1, "frequency_penalty": 2, "max_tokens": 512},
+    {"logit_bias": {"1": -100}, "bad_words": ["a"], "seed": 1},
+    {"allowed_token_ids": [1]},
+    {"echo": True, "logprobs": 2, "prompt_logprobs": 1},
+    {"priority": -5, "length_penalty": 0.5},
+]
 
 
 def refusal(body, endpoint=COMPLETIONS, limits=LIMITS):
@@ -321,8 +327,13 @@ def test_a_chats_value_that_cannot_work_is_refused_by_name(field, value, reason)
 @pytest.mark.parametrize(("field", "value"), BESIDE_BEAMS.items())
 def test_a_field_that_beams_do_not_honour_is_refused_beside_them(field, value):
     failure = refusal({**PROMPT, "use_beam_search": True, "n": 2, field: value})
-    assert failure is not None and (failure.reason, failure.param) == ("beam_unsupported", field)
+    assert failure is not None and (failure.reason, failure.param.partition(".")[0]) == ("beam_unsupported", field)
     assert refusal({**PROMPT, field: value}) is None
+
+
+@pytest.mark.parametrize("fragment", WITH_BEAMS)
+def test_a_field_that_beams_honour_passes_beside_them(fragment):
+    assert refusal({**PROMPT, "use_beam_search": True, "n": 2, **fragment}) is None
 
 
 def test_tools_are_refused_beside_beams():
@@ -332,10 +343,28 @@ def test_tools_are_refused_beside_beams():
     assert failure is not None and (failure.reason, failure.param) == ("beam_unsupported", "tools")
 
 
-def test_beams_have_a_width_and_no_echo_of_logprobs():
-    assert refusal({**PROMPT, "use_beam_search": True, "n": 10}) is None
-    assert refusal({**PROMPT, "use_beam_search": True, "n": 11}).reason == "too_many_choices"
-    assert refusal({**PROMPT, "use_beam_search": True, "echo": True, "logprobs": 1}).reason == "beam_unsupported"
+@pytest.mark.parametrize(
+    ("fragment", "param"),
+    [
+        ({"echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"presence_penalty": 1, "max_tokens": 513}, "max_tokens"),
+        ({"allowed_token_ids": [1], "logprobs": 1}, "logprobs"),
+    ],
+)
+def test_what_beams_honour_within_bounds_is_refused_outside_them(fragment, param):
+    failure = refusal({**PROMPT, "use_beam_search": True, "n": 2, **fragment})
+    assert (failure.reason, failure.param) == ("beam_unsupported", param)
+
+
+def test_penalised_beams_of_a_chat_need_a_length():
+    body = {**MESSAGES, "max_tokens": None, "use_beam_search": True, "frequency_penalty": 1}
+    assert refusal(body, CHATS).param == "max_tokens"
+    assert refusal({**body, "max_completion_tokens": 8}, CHATS) is None
+
+
+def test_beams_have_a_width():
+    assert refusal({**PROMPT, "use_beam_search": True, "n": 32}) is None
+    assert refusal({**PROMPT, "use_beam_search": True, "n": 33}).reason == "too_many_choices"
 
 
 def test_prompts_logprobs_and_lengths_at_their_bounds_pass():
@@ -374,11 +403,11 @@ def test_a_stream_is_for_the_online_door_and_not_for_beams():
 
 
 def test_a_model_without_a_template_cannot_chat():
-    assert refusal(MESSAGES, CHATS, ModelLimits(("m",), 8, 8, 1, 1)).reason == "no_chat_template"
+    assert refusal(MESSAGES, CHATS, ModelLimits(("m",), 8, 8, 1, 1, 1)).reason == "no_chat_template"
 
 
 def test_what_the_operator_allows_passes():
-    allowed = ModelLimits((MODEL,), 8192, 49152, 20, 128, "{{ x }}", allowed=frozenset({"chat_template"}))
+    allowed = ModelLimits((MODEL,), 8192, 49152, 20, 128, 32, "{{ x }}", allowed=frozenset({"chat_template"}))
     assert refusal({**MESSAGES, "chat_template": "{{ 1 }}"}, CHATS, allowed) is None
 
 

@@ -28,7 +28,7 @@ NUM_SHORT, NUM_LONG = 3_000, 100_000
 SEEDS_OF_LONG = (2, 3, 4, 5)
 
 # Of the embedded model; it chats, but its own template knows no tools.
-LIMITS = ModelLimits(("smollm2-135m-instruct",), 8192, 49152, 20, 128, chat_template="{{ messages }}")
+LIMITS = ModelLimits(("smollm2-135m-instruct",), 8192, 49152, 20, 128, 32, chat_template="{{ messages }}")
 WITH_TOOLS = replace(LIMITS, chat_template="{{ messages }}{{ tools }}{{ documents }}", tool_parser="hermes")
 VALIDATORS = {
     "without chats": Validator(Checks("batch", None, replace(LIMITS, chat_template=None))),

@@ -66,7 +66,7 @@ def test_a_folder_that_does_not_say_is_named(tmp_path, config, words):
 
 @pytest.fixture(scope="module")
 def counter():
-    limits = ModelLimits(("m",), 32, 49152, 20, 128, chat_template="x")
+    limits = ModelLimits(("m",), 32, 49152, 20, 128, 32, chat_template="x")
     return PromptCounter(resolve(None).path, limits)
 
 

@@ -19,7 +19,7 @@ from schemas.requests import Answered, Failed, Request
 
 GOOD = {"prompt": "row one", "max_tokens": 4, "temperature": 0}
 LINE = json.dumps(GOOD).encode()
-LIMITS = ModelLimits(("smollm2-135m-instruct",), 8192, 49152, 20, 128, chat_template="{{ messages }}")
+LIMITS = ModelLimits(("smollm2-135m-instruct",), 8192, 49152, 20, 128, 32, chat_template="{{ messages }}")
 
 
 def judge(path, limits=LIMITS, **options):
@@ -225,7 +225,7 @@ def test_no_max_tokens_and_null_mean_the_same(tmp_path, engine):
 
 
 def test_a_prompt_one_token_over_the_context_is_refused_with_the_three_numbers(tmp_path):
-    limits = ModelLimits(("m",), 64, 49152, 20, 128)
+    limits = ModelLimits(("m",), 64, 49152, 20, 128, 32)
     words = "a" + " a" * 47
     body = {"prompt": words, "temperature": 0}
     cases = [{"max_tokens": 16}, {"max_tokens": 17}, {}, {"max_tokens": 64}, {"max_tokens": 17}]

@@ -1,0 +1,289 @@
+"""Beam search on vLLM: its sequences give the next-token log-probabilities that `pipelines/beam.py` searches in.
+
+A sequence isn't a request of one token, as in vLLM's own beam search, which computes what doesn't fill a block of the
+cache again at every step. It goes on by itself along its likeliest token and tells what it sees; the beam that takes
+that token follows it at the cost of one token. Only a beam that takes another token needs a sequence of its own, and
+a sequence that no beam follows is aborted. Ending tokens are masked in it (not in what it tells), so that it goes on.
+"""
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vllm import SamplingParams
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from pipelines.beam import Beam, BeamRules, Hypothesis, Logprobs, search
+
+T = TypeVar("T")
+
+# Penalties look at all of an answer's tokens, so that a sequence must tell more log-probabilities the longer it is.
+PENALISED_AHEAD = 16
+
+
+class GivenUp(Exception):
+    """The engine ended a sequence that had not come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search came to: vLLM's output, the scores of its choices, and what it cost."""
+
+    output: RequestOutput
+    hypotheses: list[Hypothesis]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt's search. `start`: starts a sequence in the engine, of a prompt, parameters and an id."""
+
+    prompt: Any
+    params: SamplingParams
+    width: int
+    length_penalty: float
+    tokenizer: Any
+    # Most log-probabilities that the engine tells: all of a vocabulary that is smaller than what is asked for.
+    max_logprobs: int
+    start: Callable[[Any, SamplingParams, str], AsyncGenerator[RequestOutput, None]]
+
+
+async def run(task: Task) -> Searched:
+    """Search, and give the answers as vLLM gives those of sampling."""
+    rules, params = make_rules(task), task.params
+    rows = _Rows(task, rules)
+    try:
+        prompt_logprobs = await rows.score_prompt() if params.prompt_logprobs is not None else None
+        hypotheses = await search(rules, rows)
+    finally:
+        await rows.close()
+    outputs = [_to_output(index, found, task) for index, found in enumerate(hypotheses)]
+    output = RequestOutput(
+        request_id="",
+        prompt=task.prompt.get("prompt"),
+        prompt_token_ids=list(task.prompt["prompt_token_ids"]),
+        prompt_logprobs=prompt_logprobs,
+        outputs=outputs,
+        finished=True,
+        num_cached_tokens=rows.num_cached_tokens,
+    )
+    return Searched(output, hypotheses, rows.num_tokens)
+
+
+def make_rules(task: Task) -> BeamRules:
+    """What the search keeps to, of vLLM's parameters; they know the model's ending tokens and its bad words."""
+    params = task.params
+    end_tokens = {*params.stop_token_ids, *([] if params.eos_token_id is None else [params.eos_token_id])}
+    return BeamRules(
+        width=task.width,
+        max_tokens=params.max_tokens,
+        prompt_length=len(task.prompt["prompt_token_ids"]),
+        end_token_ids=frozenset(end_tokens),
+        min_tokens=params.min_tokens,
+        length_penalty=task.length_penalty,
+        find_stop=_StopFinder(task) if params.stop else None,
+        allowed_token_ids=None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids),
+        bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
+        logit_bias=params.logit_bias or {},
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+
+
+class _StopFinder:
+    """Finds a stop string that an answer's text has come to with its last token."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._longest = max(map(len, task.params.stop))
+        self._last_characters = {stop[-1] for stop in task.params.stop}
+
+    def __call__(self, tokens: Sequence[int]) -> str | None:
+        # Most tokens can't be the end of a stop string; a part of a character reads as U+FFFD by itself.
+        last = self._decode(tokens[-1:])
+        if "\ufffd" not in last and not self._last_characters.intersection(last):
+            return None
+        text, before = self._decode(tokens), self._decode(tokens[:-1])
+        # A text that ended within a character may change in its last ones.
+        start = max(0, len(before) - 3 - self._longest)
+        found = [(at + len(stop), stop) for stop in self._task.params.stop if (at := text.find(stop, start)) >= 0]
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return _decode(self._task, tokens)
+
+
+def _decode(task: Task, tokens: Sequence[int]) -> str:
+    text: str = task.tokenizer.decode(list(tokens), skip_special_tokens=task.params.skip_special_tokens)
+    return text
+
+
+def _to_output(index: int, found: Hypothesis, task: Task) -> CompletionOutput:
+    params, tokens = task.params, list(found.beam.tokens)
+    stop = found.stop_reason
+    is_kept = params.include_stop_str_in_output
+    text = _decode(task, tokens if is_kept or not isinstance(stop, int) else tokens[:-1])
+    if isinstance(stop, str):
+        end = text.rfind(stop)
+        text = text[: end + len(stop) * is_kept] if end >= 0 else text
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = [
+            _to_logprobs(token, step, params.logprobs) for token, step in zip(tokens, found.beam.steps(), strict=True)
+        ]
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=tokens,
+        cumulative_logprob=found.beam.cumulative,
+        logprobs=logprobs,
+        finish_reason=found.finish_reason,
+        # As in vLLM, the model's own end needs no reason.
+        stop_reason=None if stop == params.eos_token_id else stop,
+    )
+
+
+def _to_logprobs(token: int, step: Logprobs, num_logprobs: int) -> dict[int, Logprob]:
+    """The log-probability of a token and of the likeliest ones at its place, in vLLM's order: the token first."""
+    ranked = list(step.items())
+    ranks = {other: rank for rank, (other, _) in enumerate(ranked, 1)}
+    best = dict(ranked[: len(ranked) if num_logprobs == -1 else num_logprobs])
+    return {
+        other: Logprob(logprob=logprob, rank=ranks[other], decoded_token=None)
+        for other, logprob in {token: step[token], **best}.items()
+    }
+
+
+class _Row:
+    """One sequence in the engine: the tokens that it takes by itself, and what it sees at each place."""
+
+    def __init__(self, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        self._outputs = outputs
+        self._places: deque[tuple[int, Logprobs]] = deque()
+        self._is_finished = False
+        self.next_token: int | None = None
+        self.num_tokens = 0
+        self.num_cached_tokens: int | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self._places) or not self._is_finished
+
+    async def advance(self) -> Logprobs:
+        """What the model says of the token after those told before; sets `next_token` to the one that it takes."""
+        while not self._places:
+            output = await anext(self._outputs, None)
+            if output is None:
+                raise GivenUp
+            (told,) = output.outputs
+            self._is_finished = output.finished
+            if self.num_cached_tokens is None:
+                self.num_cached_tokens = output.num_cached_tokens
+            for token, place in zip(told.token_ids, told.logprobs or (), strict=True):
+                self._places.append((token, {other: logprob.logprob for other, logprob in place.items()}))
+            self.num_tokens += len(told.token_ids)
+            if not self._places and output.finished:
+                raise GivenUp
+        self.next_token, told_of = self._places.popleft()
+        return told_of
+
+    async def close(self) -> None:
+        await self._outputs.aclose()
+
+
+class _Rows:
+    """The sequences of one search; `NextTokens` for `pipelines.beam.search`."""
+
+    def __init__(self, task: Task, rules: BeamRules) -> None:
+        self._task = task
+        self._rules = rules
+        self._rows: dict[Beam, _Row] = {}
+        # Tokens that the engine generated for this search.
+        self.num_tokens = 0
+        self.num_cached_tokens: int | None = None
+
+    async def next_tokens(self, beams: Sequence[Beam]) -> list[Logprobs]:
+        before, self._rows = self._rows, {}
+        for beam in beams:
+            row = before.get(beam.parent) if beam.parent is not None else None
+            if row is not None and row.goes_on and row.next_token == beam.tokens[-1]:
+                del before[beam.parent]  # type: ignore[arg-type]
+            else:
+                row = self._start(beam.tokens)
+            self._rows[beam] = row
+        for row in before.values():
+            await self._end(row)
+        told = await _together([row.advance() for row in self._rows.values()])
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = next(iter(self._rows.values())).num_cached_tokens
+        return [_ranked(step) for step in told]
+
+    async def score_prompt(self) -> Any:
+        """Log-probabilities of the prompt's own tokens."""
+        wanted = SamplingParams(
+            temperature=0, max_tokens=1, prompt_logprobs=self._task.params.prompt_logprobs, detokenize=False
+        )
+        self.num_tokens += 1
+        outputs = [output async for output in self._task.start(self._task.prompt, wanted, uuid.uuid4().hex)]
+        if not outputs or outputs[-1].outputs[0].finish_reason not in {"length", "stop"}:
+            raise GivenUp
+        return outputs[-1].prompt_logprobs
+
+    async def close(self) -> None:
+        """Abort what still runs. Nothing awaits a sequence by now."""
+        rows, self._rows = self._rows, {}
+        for row in rows.values():
+            await self._end(row)
+
+    async def _end(self, row: _Row) -> None:
+        self.num_tokens += row.num_tokens
+        await row.close()
+
+    def _start(self, tokens: tuple[int, ...]) -> _Row:
+        rules, params = self._rules, self._task.params
+        most = rules.max_tokens - len(tokens)
+        if rules.presence_penalty or rules.frequency_penalty:
+            most = min(most, PENALISED_AHEAD)
+        allowed = params.allowed_token_ids
+        # What is looked at, and what the caller wants to see.
+        num_logprobs = max(
+            rules.num_logprobs(len(tokens)), rules.num_logprobs(len(tokens) + most), params.logprobs or 0
+        )
+        if params.logprobs == -1 or num_logprobs > self._task.max_logprobs:
+            num_logprobs = self._task.max_logprobs
+        wanted = SamplingParams(
+            temperature=0,
+            max_tokens=most,
+            # Masks whatever ends an answer, all along.
+            min_tokens=most,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            logit_bias=params.logit_bias,
+            allowed_token_ids=allowed,
+            logprobs=num_logprobs if allowed is None else None,
+            logprob_token_ids=allowed,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {**self._task.prompt, "prompt_token_ids": [*self._task.prompt["prompt_token_ids"], *tokens]}
+        return _Row(self._task.start(prompt, wanted, uuid.uuid4().hex))
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; when one fails or the caller leaves, the others have ended before this does."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _ranked(step: Logprobs) -> Logprobs:
+    """Likeliest first: the engine puts the token that it took before the others."""
+    return dict(sorted(step.items(), key=lambda pair: -pair[1]))

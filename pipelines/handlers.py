@@ -1,0 +1,195 @@
+"""vLLM's serving handlers, with what they lack put in: admission before the engine, and a beam search that honours
+the request. Bodies, log-probabilities, tool calls and usage stay vLLM's. Imported once an engine starts."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from pipelines import beam_rows
+from pipelines.admission import Admission, Ask
+from pipelines.beam import Hypothesis
+from schemas.limits import ModelLimits
+from schemas.requests import Endpoint, Lane
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request on its way through vLLM's handlers: what they don't pass on, and what they don't give back."""
+
+    lane: Lane
+    priority: int
+    request: Any
+    # Longest wait for room of its prompts, in seconds.
+    waited_s: float = 0.0
+    # By prompt: what a beam search found, and how many tokens it took.
+    found: dict[int, list[Hypothesis]] = field(default_factory=dict)
+    search_tokens: int = 0
+    num_searches: int = 0
+
+
+# The request that the running task works on.
+CALL: ContextVar[Call] = ContextVar("call")
+
+
+class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's engine client, entered through an admission."""
+
+    admission: Admission
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
+    ) -> AsyncGenerator[Any, None]:
+        call = CALL.get()
+        others["priority"] = call.priority
+        kind = _kind(sampling_params.logprob_token_ids, sampling_params.logprobs)
+        async with self.room(call, prompt, sampling_params, sampling_params.n, kind) as observe:
+            output = None
+            async for output in super().generate(prompt, sampling_params, request_id, **others):
+                yield output
+            for choice in output.outputs if output is not None else ():
+                observe(len(choice.token_ids))
+
+    def sequence(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
+    ) -> AsyncGenerator[Any, None]:
+        """One sequence of a request that has its room already."""
+        return super().generate(prompt, sampling_params, request_id, **others)  # type: ignore[no-any-return]
+
+    @asynccontextmanager
+    async def room(
+        self, call: Call, prompt: Any, params: SamplingParams, num_sequences: int, kind: str | None
+    ) -> AsyncIterator[Callable[[int], None]]:
+        """Wait for room for one prompt's answers, and hold it."""
+        ask = Ask(
+            call.lane,
+            call.priority,
+            num_sequences,
+            prompt.get("prompt_token_ids") or (),
+            params.max_tokens or 0,
+            kind,
+            salt=prompt.get("cache_salt") or "",
+        )
+        asked = monotonic()
+        async with self.admission.room(ask) as observe:
+            call.waited_s = max(call.waited_s, monotonic() - asked)
+            yield observe
+
+
+def _kind(logprob_token_ids: Any, num_logprobs: int | None) -> str | None:
+    """Log-probabilities of given tokens or of the likeliest: vLLM computes one of the two for all of a step, and the
+    other kind's would be lost."""
+    return "ids" if logprob_token_ids else None if num_logprobs is None else "top"
+
+
+class _Beams:
+    """Takes the place of vLLM's own beam search in a handler."""
+
+    def beam_search(
+        self, prompt: Any, request_id: str, params: Any, lora_request: Any = None, **others: Any
+    ) -> AsyncGenerator[Any, None]:
+        call = CALL.get()
+        index, call.num_searches = call.num_searches, call.num_searches + 1
+        return self._search(call, index, prompt, params, lora_request)
+
+    async def _search(
+        self, call: Call, index: int, prompt: Any, params: Any, lora_request: Any
+    ) -> AsyncGenerator[Any, None]:
+        llm: AdmittedLLM = self.engine_client  # type: ignore[attr-defined]
+        tokenizer = llm.renderer.get_tokenizer()
+        wanted = call.request.model_copy(update={"n": 1, "use_beam_search": False, "temperature": 0.0})
+        sampling = wanted.to_sampling_params(params.max_tokens, {})
+        sampling.update_from_generation_config(llm.input_processor.generation_config_fields, tokenizer.eos_token_id)
+        sampling.update_from_tokenizer(tokenizer)
+
+        def start(sequence: Any, of: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
+            return llm.sequence(sequence, of, request_id, priority=call.priority, lora_request=lora_request)
+
+        task = beam_rows.Task(
+            prompt, sampling, params.beam_width, params.length_penalty, tokenizer, llm.model_config.max_logprobs, start
+        )
+        kind = _kind(sampling.allowed_token_ids, 0)
+        async with llm.room(call, prompt, sampling, params.beam_width, kind) as observe:
+            searched = await beam_rows.run(task)
+            for hypothesis in searched.hypotheses:
+                observe(len(hypothesis.beam.tokens))
+        call.found[index] = searched.hypotheses
+        call.search_tokens += searched.num_tokens
+        yield searched.output
+
+
+class Completions(_Beams, OpenAIServingCompletion):  # type: ignore[misc]
+    """vLLM's completion handler, with our beam search."""
+
+    def request_output_to_completion_response(self, outputs: Any, request: Any, *others: Any) -> Any:
+        if request.max_tokens == 0:
+            # The engine can't but generate a token; nobody asked for it.
+            for choice in (choice for output in outputs for choice in output.outputs):
+                choice.token_ids = []
+        return super().request_output_to_completion_response(outputs, request, *others)
+
+
+class Chats(_Beams, OpenAIServingChat):  # type: ignore[misc]
+    """vLLM's chat handler, with our beam search."""
+
+
+def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_share: float) -> AdmittedLLM:
+    """Start vLLM's engine process and wait until the model is loaded. To be called on the loop that it will live on."""
+    llm: AdmittedLLM = AdmittedLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model_path,
+            served_model_name=list(limits.served_names),
+            max_logprobs=limits.engine_logprobs,
+            enable_prompt_embeds="prompt_embeds" in limits.allowed,
+            # Of several, vLLM takes the one that the first request needs, for all that follow.
+            structured_outputs_config={"backend": "xgrammar"},
+            enable_prefix_caching=True,
+            scheduling_policy="priority",
+            enable_log_requests=False,
+            **arguments,
+        )
+    )
+    config = llm.vllm_config
+    block_size = config.cache_config.block_size
+    llm.admission = Admission(
+        config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks * block_size, block_size, batch_share
+    )
+    return llm
+
+
+def make_handlers(llm: AdmittedLLM, model_path: str, limits: ModelLimits) -> dict[Endpoint, tuple[Any, Any]]:
+    """By endpoint: the class of vLLM's request, and what answers one."""
+    models = OpenAIServingModels(llm, [BaseModelPath(name=name, model_path=model_path) for name in limits.served_names])
+    # The model's own template; one that a request brings only where the operator allows it.
+    template: dict[str, Any] = {
+        "chat_template": None,
+        "chat_template_content_format": "auto",
+        "trust_request_chat_template": "chat_template" in limits.allowed,
+        "enable_auto_tools": limits.tool_parser is not None,
+        "tool_parser": limits.tool_parser,
+    }
+    shared: dict[str, Any] = {
+        "online_renderer": OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template),
+        "request_logger": None,
+        "enable_prompt_tokens_details": True,
+        "enable_per_request_metrics": True,
+    }
+    return {
+        "/v1/completions": (CompletionRequest, Completions(llm, models, **shared).create_completion),
+        "/v1/chat/completions": (
+            ChatCompletionRequest,
+            Chats(llm, models, "assistant", **shared, **template).create_chat_completion,
+        ),
+    }

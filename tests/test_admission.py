@@ -1,0 +1,218 @@
+"""Admission: order, room, lanes, and nobody waiting for ever."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from pipelines.admission import OLDEST_EVERY, Admission, Ask
+
+
+def ask(priority=0, *, lane="batch", sequences=1, prompt=(), max_tokens=1, kind=None, salt=""):
+    return Ask(lane, priority, sequences, list(prompt), max_tokens, kind, salt)
+
+
+class Door:
+    """Requests before an admission, by name; each leaves when told."""
+
+    def __init__(self, admission):
+        self.admission = admission
+        self.entered = []
+        self.tasks = {}
+        self.leave = {}
+
+    async def send(self, name, asked):
+        leave = self.leave[name] = asyncio.Event()
+
+        async def stay():
+            async with self.admission.room(asked):
+                self.entered.append(name)
+                await leave.wait()
+
+        self.tasks[name] = asyncio.create_task(stay())
+        await settle()
+
+    async def done(self, *names):
+        for name in names:
+            self.leave[name].set()
+        await settle()
+
+    async def close(self):
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+
+async def settle():
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def door(sequences=2, tokens=10_000, block_size=4, batch_share=1.0):
+    opened = Door(Admission(sequences, tokens, block_size, batch_share))
+    yield opened
+    await opened.close()
+    admission = opened.admission
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    assert not admission._blocks and not admission._kinds
+    assert all(usage.num_tokens == 0 for usage in admission._in_use.values())
+
+
+def test_lower_priorities_go_first_and_equal_ones_by_age():
+    async def check():
+        async with door(sequences=1) as at:
+            for name, priority in (("first", 0), ("late", 5), ("b", 1), ("c", 1), ("urgent", -7)):
+                await at.send(name, ask(priority))
+            for name in ("first", "urgent", "b", "c"):
+                await at.done(name)
+            assert at.entered == ["first", "urgent", "b", "c", "late"]
+
+    asyncio.run(check())
+
+
+def test_a_reserve_stays_free_for_people():
+    async def check():
+        async with door(sequences=4, batch_share=0.5) as at:
+            for number in range(4):
+                await at.send(f"batch{number}", ask(-100))
+            assert at.entered == ["batch0", "batch1"]
+            for number in range(3):
+                await at.send(f"person{number}", ask(9, lane="online"))
+            assert at.entered[2:] == ["person0", "person1"]
+            # A place that a batch request leaves goes to the person who waits.
+            await at.done("batch0")
+            assert at.entered[4:] == ["person2"]
+
+    asyncio.run(check())
+
+
+def test_room_is_counted_in_tokens_of_the_cache_too():
+    async def check():
+        async with door(sequences=100, tokens=100) as at:
+            await at.send("a", ask(prompt=range(40), max_tokens=20))
+            await at.send("b", ask(prompt=range(100, 140), max_tokens=20))
+            await at.send("c", ask(prompt=[7], max_tokens=1))
+            # Nothing small slips past the one whose turn it is.
+            assert at.entered == ["a"]
+            await at.done("a")
+            assert at.entered == ["a", "b", "c"]
+
+    asyncio.run(check())
+
+
+def test_a_prompt_that_is_in_the_engine_already_takes_no_room_again():
+    async def check():
+        async with door(sequences=100, tokens=100) as at:
+            await at.send("a", ask(prompt=range(80), max_tokens=5))
+            await at.send("same beginning", ask(prompt=[*range(80), 1], max_tokens=5))
+            await at.send("salted", ask(prompt=range(80), max_tokens=5, salt="x"))
+            assert at.entered == ["a", "same beginning"]
+
+    asyncio.run(check())
+
+
+def test_what_is_larger_than_all_there_is_comes_in_alone():
+    async def check():
+        async with door(sequences=4, tokens=50, batch_share=0.5) as at:
+            await at.send("small", ask())
+            await at.send("huge", ask(sequences=99, prompt=range(400), max_tokens=9))
+            assert at.entered == ["small"]
+            await at.done("small")
+            assert at.entered == ["small", "huge"]
+            await at.send("next", ask())
+            assert at.entered == ["small", "huge"]
+
+    asyncio.run(check())
+
+
+def test_answers_that_are_shorter_than_they_might_be_let_more_in():
+    async def check():
+        async with door(sequences=1000, tokens=2_000) as at:
+            for _ in range(100):
+                at.admission._observe(10)
+            for number in range(200):
+                await at.send(number, ask(max_tokens=4_000))
+            assert 100 < len(at.entered) < 200
+
+    asyncio.run(check())
+
+
+def test_kinds_that_spoil_one_another_are_kept_apart():
+    async def check():
+        async with door(sequences=10) as at:
+            await at.send("top", ask(kind="top"))
+            await at.send("ids", ask(kind="ids"))
+            await at.send("plain", ask())
+            await at.send("person", ask(lane="online"))
+            assert at.entered == ["top", "person"]
+            await at.done("top")
+            assert at.entered[2:] == ["ids", "plain"]
+
+    asyncio.run(check())
+
+
+def test_nobody_waits_for_ever_behind_urgent_ones():
+    async def check():
+        async with door(sequences=1) as at:
+            await at.send("running", ask())
+            await at.send("patient", ask(9))
+            for number in range(2 * OLDEST_EVERY):
+                await at.send(number, ask(-1))
+            await at.done("running")
+            while "patient" not in at.entered:
+                await at.done(at.entered[-1])
+            assert at.entered.index("patient") == OLDEST_EVERY - 1
+
+    asyncio.run(check())
+
+
+def test_one_who_leaves_while_waiting_holds_nothing_and_blocks_nobody():
+    async def check():
+        async with door(sequences=1) as at:
+            await at.send("a", ask())
+            await at.send("gone", ask(-1))
+            await at.send("b", ask())
+            at.tasks["gone"].cancel()
+            await settle()
+            await at.done("a")
+            assert at.entered == ["a", "b"]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_room_is_never_overdrawn_and_everybody_gets_in(seed):
+    draw = random.Random(seed)  # noqa: S311
+
+    async def check():
+        admission = Admission(8, 200, 4, 0.5)
+        peak = [0]
+
+        async def visit():
+            asked = ask(
+                draw.randint(-5, 5),
+                lane=draw.choice(["batch", "online"]),
+                sequences=draw.randint(1, 10),
+                prompt=range(draw.randint(0, 120)),
+                max_tokens=draw.randint(1, 60),
+                kind=draw.choice([None, None, "top", "ids"]),
+            )
+            await asyncio.sleep(draw.random() / 100)
+            async with admission.room(asked) as observe:
+                peak[0] = max(peak[0], admission.num_running)
+                batch = admission._in_use["batch"]
+                assert admission.num_running <= 8 and batch.num_sequences <= 4 and batch.num_tokens <= 100
+                assert len(admission._kinds) <= 1
+                await asyncio.sleep(draw.random() / 1000)
+                observe(draw.randint(1, asked.max_tokens))
+
+        visits = [asyncio.create_task(visit()) for _ in range(300)]
+        for task in draw.sample(visits, 30):
+            asyncio.get_running_loop().call_later(draw.random() / 50, task.cancel)
+        results = await asyncio.wait_for(asyncio.gather(*visits, return_exceptions=True), 30)
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+        assert admission.num_running == admission.num_waiting == 0 and peak[0] == 8
+
+    asyncio.run(check())
