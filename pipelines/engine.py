@@ -90,7 +90,11 @@ class VllmEngine:
     """vLLM's AsyncLLM and its completion and chat handlers. Made with `start`."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, claim: machine.CoreClaim | None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: threading.Thread,
+        claim: machine.CoreClaim | None,
+        limits: ModelLimits,
     ) -> None:
         self._loop = loop
         self._thread = thread
@@ -98,8 +102,8 @@ class VllmEngine:
         # How its processes are started, and with which environment.
         self._start: Callable[[], Coroutine[Any, Any, None]]
         self._environment: Mapping[str, str]
-        # What its requests are judged by; set once the engine is up.
-        self.limits: ModelLimits
+        # What its requests are judged by.
+        self.limits = limits
         self._llm: Any = None
         # By endpoint: the class of vLLM's request, and what answers one.
         self._handlers: dict[Endpoint, tuple[Any, Any]] = {}
@@ -121,25 +125,26 @@ class VllmEngine:
         """
         from vllm.platforms import current_platform
 
+        limits = read_limits(model, served_names, settings)
         claim = None
         # The model is here by now; nothing may wait for a hub that can't be reached.
         environment = {"HF_HUB_OFFLINE": "1"}
         if current_platform.is_cpu():
             cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
             claim = machine.CoreClaim(cores)
-            choices = machine.cpu_arguments(settings, num_replicas)
+            choices = machine.cpu_arguments(settings, num_replicas, limits)
             environment |= machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
         else:
-            choices = machine.gpu_arguments(settings)
+            choices = machine.gpu_arguments(settings, limits)
         for choice in choices:
             log.info("%s=%s: %s", choice.name, choice.value, choice.reason)
         arguments = {choice.name: choice.value for choice in choices}
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="engine", daemon=True)
-        engine = cls(loop, thread, claim)
+        engine = cls(loop, thread, claim, limits)
         thread.start()
         try:
-            engine._start = partial(engine._load, model, served_names, settings, arguments)
+            engine._start = partial(engine._load, model, settings, arguments)
             engine._environment = environment
             engine._start_processes()
         except BaseException as error:
@@ -160,12 +165,10 @@ class VllmEngine:
         with machine.environment(self._environment):
             self._run(self._start())
 
-    async def _load(
-        self, model: Model, served_names: tuple[str, ...], settings: EngineSettings, arguments: dict[str, Any]
-    ) -> None:
+    async def _load(self, model: Model, settings: EngineSettings, arguments: dict[str, Any]) -> None:
         from pipelines import handlers
 
-        self.limits = limits = read_limits(model, served_names, settings)
+        limits = self.limits
         self._llm = handlers.load(
             model.path,
             limits,

@@ -162,9 +162,11 @@ def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_
         )
     )
     config = llm.vllm_config
-    block_size = config.cache_config.block_size
+    block_size, num_slots = config.cache_config.block_size, config.scheduler_config.max_num_seqs
+    # A few wait in the engine itself, so that a slot that falls free is taken by the next step.
+    num_ahead = max(1, num_slots // 16) if batch_share == 1 else 0
     llm.admission = Admission(
-        config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks * block_size, block_size, batch_share
+        num_slots + num_ahead, config.cache_config.num_gpu_blocks * block_size, block_size, batch_share
     )
     return llm
 

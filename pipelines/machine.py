@@ -19,9 +19,12 @@ import psutil
 from filelock import FileLock, Timeout
 
 from schemas.failures import EngineUnusable
+from schemas.limits import ModelLimits
 from schemas.settings import EngineSettings
 
 _GIB = 1 << 30
+# Logits, log-probabilities and a copy, in float32.
+_PROMPT_LOGITS_BYTES, _BYTES_PER_LOGIT = _GIB, 12
 _CPU_INFO = Path("/proc/cpuinfo")
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
@@ -110,8 +113,8 @@ class Choice:
     reason: str
 
 
-def cpu_arguments(settings: EngineSettings, num_replicas: int) -> list[Choice]:
-    """Engine arguments for a replica on CPU cores."""
+def cpu_arguments(settings: EngineSettings, num_replicas: int, limits: ModelLimits) -> list[Choice]:
+    """Engine arguments for a replica on CPU cores. `num_replicas`: those that share the machine's memory."""
     # A quarter of what is free leaves room for weights, activations, logits and Ray's object store.
     kv_gib = settings.kv_cache_gib or max(0.25, min(16.0, free_memory_bytes() / _GIB / 4 / num_replicas))
     dtype = Choice("dtype", settings.dtype, "as given, or the model's own")
@@ -127,17 +130,19 @@ def cpu_arguments(settings: EngineSettings, num_replicas: int) -> list[Choice]:
         _choose(settings, "block_size", 32, "the smallest on CPU; attention there is fastest with it"),
         _choose(settings, "max_num_seqs", 256, "wide steps use the cores best"),
         _choose(settings, "max_num_batched_tokens", 4096, "prompts are computed many at a time"),
+        _choose_prompt_chunk(settings, limits),
         _choose(settings, "enforce_eager", True, "compiling takes a minute and gains little on a CPU"),
     ]
 
 
-def gpu_arguments(settings: EngineSettings) -> list[Choice]:
+def gpu_arguments(settings: EngineSettings, limits: ModelLimits) -> list[Choice]:
     """Engine arguments for a replica on GPUs: vLLM's own choices for throughput."""
     return [
         Choice("dtype", settings.dtype, "as given, or the model's own"),
         _choose(settings, "gpu_memory_utilization", 0.92, "vLLM's default; a replica has its GPUs for itself"),
         _choose(settings, "max_num_seqs", 1024, "nobody waits for a single row"),
         _choose(settings, "max_num_batched_tokens", 16384, "prompts are computed many at a time"),
+        _choose_prompt_chunk(settings, limits),
         _choose(settings, "enforce_eager", False, "compiled graphs pay on a GPU"),
     ]
 
@@ -145,6 +150,15 @@ def gpu_arguments(settings: EngineSettings) -> list[Choice]:
 def _choose(settings: EngineSettings, name: str, value: Any, reason: str) -> Choice:
     given = getattr(settings, name)
     return Choice(name, value, reason) if given is None else Choice(name, given, "as given")
+
+
+def _choose_prompt_chunk(settings: EngineSettings, limits: ModelLimits) -> Choice:
+    """Most tokens of one prompt in a step. A request for its log-probabilities holds logits of each, sorted and not."""
+    most = min(limits.context_length, max(32, _PROMPT_LOGITS_BYTES // (_BYTES_PER_LOGIT * limits.vocab_size)))
+    reason = (
+        f"a prompt's log-probabilities over {limits.vocab_size:,} tokens then take {_PROMPT_LOGITS_BYTES / _GIB:g} GiB"
+    )
+    return _choose(settings, "long_prefill_token_threshold", most, reason)
 
 
 def cpu_environment(cores: list[int], tensor_parallel_size: int) -> dict[str, str]:

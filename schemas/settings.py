@@ -22,6 +22,7 @@ class EngineSettings(Settings):
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt and answer together, in tokens.")
     max_num_seqs: int | None = Field(None, ge=1, description="Most sequences that a step computes together.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Most tokens that a step computes.")
+    long_prefill_token_threshold: int | None = Field(None, ge=1, description="Most tokens of one prompt in a step.")
     max_logprobs: int = Field(20, ge=-1, description="Most log-probabilities that a request may ask for.")
     max_choices: int = Field(128, ge=1, description="Most choices (n) for a prompt.")
     max_beams: int = Field(32, ge=1, le=256, description="Widest beam search (n).")

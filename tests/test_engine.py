@@ -85,6 +85,8 @@ def test_echo_with_logprobs_scores_a_text(complete):
         event = complete(prompt=sentence, echo=True, logprobs=1, max_tokens=0, temperature=0)
         first, *rest = event.body["choices"][0]["logprobs"]["token_logprobs"]
         assert first is None and text(event) == [sentence]
+        # The engine generates a token all the same; nobody asked for it, and nobody pays.
+        assert event.usage["completion_tokens"] == 0 and event.usage["total_tokens"] == event.usage["prompt_tokens"]
         return math.fsum(rest)
 
     assert score("The cat sat on the mat.") > score("Cat the mat sat on the.")
@@ -174,6 +176,46 @@ def wait_until_idle(engine, seconds=5.0):
     while engine._llm.get_num_unfinished_requests() and time.monotonic() < until:
         time.sleep(0.05)
     assert engine._llm.get_num_unfinished_requests() == 0
+
+
+def test_a_late_row_of_lower_priority_goes_before_those_that_wait(engine):
+    done = []
+
+    def send(name, priority):
+        body = {"prompt": f"{name}:", "max_tokens": 12, "ignore_eos": True, "temperature": 0, "priority": priority}
+        future = engine.submit(Request(name, "/v1/completions", json.dumps(body)), lane="batch")
+        future.add_done_callback(lambda _: done.append(name))
+        return future
+
+    waiting = [send(f"row {number}", 0) for number in range(200)]
+    # Choices of one prompt share its priority.
+    several = {"prompt": "hi", "max_tokens": 8, "n": 3, "temperature": 1, "priority": 5}
+    last = engine.submit(Request("last", "/v1/completions", json.dumps(several)), lane="batch")
+    urgent = send("urgent", -5)
+    for future in [*waiting, last, urgent]:
+        assert isinstance(future.result(timeout=300), Answered)
+    assert len(last.result().body["choices"]) == 3
+    # 68 entered before it came.
+    assert done.index("urgent") < 130
+
+
+@pytest.mark.slow
+def test_rows_of_all_priorities_finish_though_the_cache_is_nearly_full(engine):
+    words = " ".join(f"word{number}" for number in range(180))
+    bodies = [
+        {
+            "prompt": f"{number} {words}",
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "n": 1 + number % 3,
+            "priority": number % 7 - 3,
+        }
+        for number in range(40)
+    ]
+    sent = [engine.submit(Request("r", "/v1/completions", json.dumps(body)), lane="batch") for body in bodies]
+    for body, future in zip(bodies, sent, strict=True):
+        event = future.result(timeout=800)
+        assert isinstance(event, Answered) and event.usage["completion_tokens"] == 200 * body["n"]
 
 
 def test_an_engine_whose_process_dies_fails_what_is_in_flight_and_starts_again(engine):

@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from pipelines import machine
 from schemas.failures import EngineUnusable
+from schemas.limits import ModelLimits
 from schemas.settings import EngineSettings
+
+LIMITS = ModelLimits(("m",), 8192, 49152, 20, 128, 32)
 
 pytestmark = pytest.mark.usefixtures("own_core_claims")
 
@@ -41,12 +45,14 @@ def test_cores_are_free_again_after_their_process_has_ended():
 
 def test_settings_that_were_given_win():
     given = EngineSettings(dtype="bfloat16", block_size=64, max_num_seqs=7, kv_cache_gib=0.5, enforce_eager=False)
-    chosen = {choice.name: choice.value for choice in machine.cpu_arguments(given, num_replicas=1)}
+    chosen = {choice.name: choice.value for choice in machine.cpu_arguments(given, 1, LIMITS)}
     assert chosen["dtype"] == "bfloat16" and chosen["block_size"] == 64 and chosen["max_num_seqs"] == 7
     assert chosen["kv_cache_memory_bytes"] == 1 << 29 and chosen["enforce_eager"] is False
 
 
-@pytest.mark.parametrize("choose", [lambda s: machine.cpu_arguments(s, 1), machine.gpu_arguments])
+@pytest.mark.parametrize(
+    "choose", [lambda s: machine.cpu_arguments(s, 1, LIMITS), lambda s: machine.gpu_arguments(s, LIMITS)]
+)
 def test_every_choice_has_a_reason(choose):
     choices = choose(EngineSettings())
     assert all(choice.reason for choice in choices)
@@ -66,11 +72,11 @@ def test_bf16_is_left_to_cpus_that_compute_it(tmp_path, monkeypatch, cpuinfo, dt
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo)
     monkeypatch.setattr(machine, "_CPU_INFO", path)
-    assert machine.cpu_arguments(EngineSettings(), 1)[0].value == dtype
+    assert machine.cpu_arguments(EngineSettings(), 1, LIMITS)[0].value == dtype
 
 
 def test_replicas_share_the_memory_and_ranks_the_cores():
-    one, two = (machine.cpu_arguments(EngineSettings(), replicas)[1].value for replicas in (1, 2))
+    one, two = (machine.cpu_arguments(EngineSettings(), replicas, LIMITS)[1].value for replicas in (1, 2))
     assert two <= one
     bind = machine.cpu_environment([0, 1, 2, 3], tensor_parallel_size=2)["VLLM_CPU_OMP_THREADS_BIND"]
     assert bind == "0,2|1,3"
@@ -83,3 +89,13 @@ def test_the_environment_is_as_before_after_the_block(monkeypatch):
         assert os.environ["KEPT"] == os.environ["GONE"] == "new"
         raise RuntimeError("x")
     assert os.environ["KEPT"] == "old" and "GONE" not in os.environ
+
+
+def test_a_prompts_log_probabilities_take_bounded_memory_whatever_the_vocabulary():
+    for vocab_size in (1_000, 49_152, 256_000, 10**9):
+        chosen = {
+            choice.name: choice.value
+            for choice in machine.gpu_arguments(EngineSettings(), replace(LIMITS, vocab_size=vocab_size))
+        }
+        chunk = chosen["long_prefill_token_threshold"]
+        assert 32 <= chunk <= LIMITS.context_length and (chunk == 32 or chunk * vocab_size * 12 <= 1 << 30)

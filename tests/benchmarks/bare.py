@@ -52,9 +52,13 @@ def measure(side: Side, requests: Path) -> float:
 def engine_arguments(side: Side) -> dict:
     """Arguments of vLLM's engine for a side; sets the environment that goes with them."""
     from pipelines import machine
+    from pipelines.limits import read_limits
+    from pipelines.model import resolve
     from schemas.settings import EngineSettings
 
-    chosen = {choice.name: choice.value for choice in machine.cpu_arguments(EngineSettings(), 1)}
+    settings = EngineSettings()
+    limits = read_limits(resolve(None), (), settings)
+    chosen = {choice.name: choice.value for choice in machine.cpu_arguments(settings, 1, limits)}
     if side in {"default", "default-dtype"}:
         # Its share of all memory is more than is free on a machine that does anything else.
         given = {"kv_cache_memory_bytes": chosen["kv_cache_memory_bytes"]}
