@@ -26,6 +26,7 @@ _GIB = 1 << 30
 # Logits, log-probabilities and a copy, in float32.
 _PROMPT_LOGITS_BYTES, _BYTES_PER_LOGIT = _GIB, 12
 _CPU_INFO = Path("/proc/cpuinfo")
+_NUMA_NODES = Path("/sys/devices/system/node")
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _TCMALLOC_FOLDERS = (
@@ -52,6 +53,15 @@ def count_cores() -> int:
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):
         return cores
+
+
+def numa_nodes() -> list[set[int]]:
+    """The cores of each NUMA node; empty where the system doesn't say."""
+    nodes = []
+    for path in sorted(_NUMA_NODES.glob("node[0-9]*/cpulist")):
+        ranges = [part.partition("-") for part in path.read_text().split(",") if part.strip()]
+        nodes.append({core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)})
+    return nodes
 
 
 def free_memory_bytes() -> int:
@@ -81,9 +91,24 @@ class CoreClaim:
                 f"this replica was to have {num_cores} CPU cores, and may use {count_cores()} of this machine's. "
                 "Give fewer with --engine cores=N"
             )
-        for core in sorted(os.sched_getaffinity(0)):
+        available = sorted(os.sched_getaffinity(0))
+        # Of one NUMA node where that has enough: another one's memory is slow to reach.
+        nodes = [[core for core in available if core in node] for node in numa_nodes()]
+        for cores in (*(node for node in nodes if num_cores <= len(node) < len(available)), available):
+            self._claim(cores, num_cores, folder)
             if len(self.cores) == num_cores:
-                break
+                return
+            self.release()
+        raise EngineUnusable(
+            f"this replica needs {num_cores} CPU cores of its own and other replicas on this machine hold them. "
+            "Wait for the other run, or give fewer --replicas or --engine cores=N"
+        )
+
+    def _claim(self, cores: list[int], num_cores: int, folder: Path) -> None:
+        """Hold up to `num_cores` of `cores`, those that nobody else holds."""
+        for core in cores:
+            if len(self.cores) == num_cores:
+                return
             lock = FileLock(folder / f"{core}.lock", thread_local=False)
             try:
                 lock.acquire(timeout=0)
@@ -91,17 +116,12 @@ class CoreClaim:
                 continue
             self.cores.append(core)
             self._locks.append(lock)
-        if len(self.cores) < num_cores:
-            self.release()
-            raise EngineUnusable(
-                f"this replica needs {num_cores} CPU cores of its own and other replicas on this machine hold them. "
-                "Wait for the other run, or give fewer --replicas or --engine cores=N"
-            )
 
     def release(self) -> None:
         for lock in self._locks:
             lock.release()
         self._locks.clear()
+        self.cores.clear()
 
 
 @dataclass(frozen=True, slots=True)

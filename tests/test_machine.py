@@ -43,6 +43,22 @@ def test_cores_are_free_again_after_their_process_has_ended():
     machine.CoreClaim(machine.count_cores()).release()
 
 
+def test_cores_come_from_one_numa_node_where_they_fit(tmp_path, monkeypatch):
+    for node, cores in enumerate(("0-2,8", "3-7", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr(machine, "_NUMA_NODES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    assert machine.numa_nodes() == [{0, 1, 2, 8}, {3, 4, 5, 6, 7}, set()]
+    first, second, third = (machine.CoreClaim(number) for number in (3, 4, 2))
+    assert (first.cores, second.cores) == ([0, 1, 2], [3, 4, 5, 6])
+    # No node has two left: of what is left, then.
+    assert third.cores == [7, 8]
+    for claim in (first, second, third):
+        claim.release()
+    assert machine.CoreClaim(5).cores == [3, 4, 5, 6, 7]
+
+
 def test_settings_that_were_given_win():
     given = EngineSettings(dtype="bfloat16", block_size=64, max_num_seqs=7, kv_cache_gib=0.5, enforce_eager=False)
     chosen = {choice.name: choice.value for choice in machine.cpu_arguments(given, 1, LIMITS)}
