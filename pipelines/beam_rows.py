@@ -11,6 +11,8 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
@@ -40,7 +42,7 @@ class Searched:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SearchTask:
     """One prompt's search. `start`: starts a sequence in the engine, of a prompt, parameters and an id."""
 
     prompt: Any
@@ -53,7 +55,7 @@ class Task:
     start: Callable[[Any, SamplingParams, str], AsyncGenerator[RequestOutput, None]]
 
 
-async def run(task: Task) -> Searched:
+async def run(task: SearchTask) -> Searched:
     """Search, and give the answers as vLLM gives those of sampling."""
     rules, params = make_rules(task), task.params
     rows = _Rows(task, rules)
@@ -75,7 +77,7 @@ async def run(task: Task) -> Searched:
     return Searched(output, hypotheses, rows.num_tokens)
 
 
-def make_rules(task: Task) -> BeamRules:
+def make_rules(task: SearchTask) -> BeamRules:
     """What the search keeps to, of vLLM's parameters; they know the model's ending tokens and its bad words."""
     params = task.params
     end_tokens = {*params.stop_token_ids, *([] if params.eos_token_id is None else [params.eos_token_id])}
@@ -86,7 +88,7 @@ def make_rules(task: Task) -> BeamRules:
         end_token_ids=frozenset(end_tokens),
         min_tokens=params.min_tokens,
         length_penalty=task.length_penalty,
-        find_stop=_StopFinder(task) if params.stop else None,
+        find_stop=_make_stop_finder(task) if params.stop else None,
         allowed_token_ids=None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids),
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
         logit_bias=params.logit_bias or {},
@@ -95,42 +97,55 @@ def make_rules(task: Task) -> BeamRules:
     )
 
 
-class _StopFinder:
-    """Finds a stop string that an answer's text has come to with its last token."""
+class StopFinder:
+    """Finds the stop string that an answer's text has come to with its last token, and not before."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._longest = max(map(len, task.params.stop))
-        self._last_characters = {stop[-1] for stop in task.params.stop}
+    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = stops
+        self._decode = decode
+        self._last_characters = {stop[-1] for stop in stops}
+        # Some tokenizers leave out a space before a token that stands alone.
+        self._ends_in_space = any(character.isspace() for character in self._last_characters)
 
     def __call__(self, tokens: Sequence[int]) -> str | None:
-        # Most tokens can't be the end of a stop string; a part of a character reads as U+FFFD by itself.
-        last = self._decode(tokens[-1:])
-        if "\ufffd" not in last and not self._last_characters.intersection(last):
+        found = self.locate(tokens)
+        return found and found[1]
+
+    def locate(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """Where in the text the stop string begins, and which it is: the one that ends first, or is named first."""
+        if not self._may_end(self._decode(tokens[-1:])):
             return None
-        text, before = self._decode(tokens), self._decode(tokens[:-1])
-        # A text that ended within a character may change in its last ones.
-        start = max(0, len(before) - 3 - self._longest)
-        found = [(at + len(stop), stop) for stop in self._task.params.stop if (at := text.find(stop, start)) >= 0]
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+        text = self._decode(tokens)
+        # What ended within a character before may read otherwise now.
+        num_before = len(self._decode(tokens[:-1]).rstrip("\ufffd"))
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
+        ]
+        return min(found, key=itemgetter(0))[1:] if found else None
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return _decode(self._task, tokens)
+    def _may_end(self, last: str) -> bool:
+        """Whether a stop string can end in a token's text. Most can't; a part of a character reads as U+FFFD."""
+        return self._ends_in_space or "\ufffd" in last or not self._last_characters.isdisjoint(last)
 
 
-def _decode(task: Task, tokens: Sequence[int]) -> str:
+def _make_stop_finder(task: SearchTask) -> StopFinder:
+    return StopFinder(task.params.stop, partial(_decode, task))
+
+
+def _decode(task: SearchTask, tokens: Sequence[int]) -> str:
     text: str = task.tokenizer.decode(list(tokens), skip_special_tokens=task.params.skip_special_tokens)
     return text
 
 
-def _to_output(index: int, found: Hypothesis, task: Task) -> CompletionOutput:
+def _to_output(index: int, found: Hypothesis, task: SearchTask) -> CompletionOutput:
     params, tokens = task.params, list(found.beam.tokens)
     stop = found.stop_reason
     is_kept = params.include_stop_str_in_output
     text = _decode(task, tokens if is_kept or not isinstance(stop, int) else tokens[:-1])
-    if isinstance(stop, str):
-        end = text.rfind(stop)
-        text = text[: end + len(stop) * is_kept] if end >= 0 else text
+    if isinstance(stop, str) and (found_stop := _make_stop_finder(task).locate(tokens)) is not None:
+        text = text[: found_stop[0] + len(stop) * is_kept]
     logprobs = None
     if params.logprobs is not None:
         logprobs = [
@@ -199,7 +214,7 @@ class _Row:
 class _Rows:
     """The sequences of one search; `NextTokens` for `pipelines.beam.search`."""
 
-    def __init__(self, task: Task, rules: BeamRules) -> None:
+    def __init__(self, task: SearchTask, rules: BeamRules) -> None:
         self._task = task
         self._rules = rules
         self._rows: dict[Beam, _Row] = {}

@@ -117,7 +117,7 @@ class _Beams:
         def start(sequence: Any, of: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
             return llm.sequence(sequence, of, request_id, priority=call.priority, lora_request=lora_request)
 
-        task = beam_rows.Task(
+        task = beam_rows.SearchTask(
             prompt, sampling, params.beam_width, params.length_penalty, tokenizer, llm.model_config.max_logprobs, start
         )
         kind = _kind(sampling.allowed_token_ids, 0)

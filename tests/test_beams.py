@@ -63,6 +63,23 @@ def test_a_stop_text_that_begins_and_ends_within_tokens_is_found(beams):
     assert stopped and all(choice["text"].endswith(" Pa") for choice in stopped)
 
 
+def test_a_stop_text_is_that_of_the_last_token_and_no_older_one():
+    words = ["a.", "b", "c.", "..", "d.e", "\ufffd", "é"]
+
+    def decode(tokens):
+        return "".join(words[token] for token in tokens).replace("\ufffdé", "é")
+
+    finder = beam_rows.StopFinder([".", "c.", ".e", "é"], decode)
+    assert finder([0, 1]) is None
+    assert finder.locate([0]) == (1, ".")
+    # Two end there; as in vLLM it is the one that the request names first.
+    assert finder.locate([0, 1, 2]) == (4, ".")
+    assert finder.locate([1, 3]) == (1, ".")
+    assert finder.locate([1, 4]) == (2, ".")
+    assert finder.locate([1, 5]) is None
+    assert finder.locate([1, 5, 6]) == (1, "é")
+
+
 def test_a_stop_token_ends_a_beam(beams):
     body = beams(prompt="The capital of France is", stop_token_ids=[30], n=1, return_token_ids=True)
     (choice,) = body["choices"]
