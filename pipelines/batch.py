@@ -149,7 +149,7 @@ def _place(settings: RunSettings) -> infer.Placement:
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if num_gpus:
         cpus, unit = 1, _count(gpus_each, "GPU")
-        fitting = sum(int(node.get("GPU", 0)) // gpus_each for node in nodes)
+        fitting = sum(min(int(node.get("GPU", 0)) // gpus_each, int(node.get("CPU", 0)) // cpus) for node in nodes)
         num_replicas = settings.replicas or max(1, fitting)
     else:
         num_replicas = settings.replicas or max(1, len([cpus for cpus in num_cpus if cpus]))
