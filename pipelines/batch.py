@@ -155,6 +155,11 @@ def _place(settings: RunSettings) -> infer.Placement:
         num_replicas = settings.replicas or max(1, len([cpus for cpus in num_cpus if cpus]))
         per_node = -(-num_replicas // max(1, len(nodes)))
         cpus = settings.engine.cores or max(1, min(filter(None, num_cpus), default=1) // per_node)
+        if cpus < gpus_each:
+            raise UsageError(
+                f"--engine tensor_parallel_size={gpus_each}: a replica has {_count(cpus, 'CPU core')} here, and needs "
+                "one for each part of the model. Give a smaller number, or more with --engine cores=N"
+            )
         unit = _count(cpus, "CPU core")
         fitting = sum(node_cpus // cpus for node_cpus in num_cpus)
     if fitting < num_replicas:

@@ -131,7 +131,7 @@ class VllmEngine:
         environment = {"HF_HUB_OFFLINE": "1"}
         if current_platform.is_cpu():
             cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
-            claim = machine.CoreClaim(cores)
+            claim = machine.CoreClaim(cores, settings.tensor_parallel_size)
             choices = machine.cpu_arguments(settings, num_replicas, limits)
             environment |= machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
         else:

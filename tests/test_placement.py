@@ -108,6 +108,8 @@ def test_replicas_are_as_many_as_fit(monkeypatch, nodes, engine, num_replicas, n
         ([(8, 4)], {"tensor_parallel_size": 8}, "1 replica with 8 GPUs each don't fit: .* room for 0"),
         ([(8, 4)], {"replicas": 5}, "5 replicas with 1 GPU each don't fit: .* room for 4"),
         ([(3, 4)], {"replicas": 4}, "4 replicas with 1 GPU each don't fit: .* 3 CPU cores and 4 GPUs, room for 3"),
+        ([(8, 0)], {"tensor_parallel_size": 16}, "tensor_parallel_size=16: a replica has 8 CPU cores here"),
+        ([(8, 0)], {"tensor_parallel_size": 2, "cores": 1}, "tensor_parallel_size=2: a replica has 1 CPU core here"),
     ],
 )
 def test_what_does_not_fit_is_refused(monkeypatch, nodes, given, words):
