@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines import cluster, infer, plan, progress, write
+from pipelines.adapters import resolve_adapters
 from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
 from pipelines.inputs import InputFile, find_inputs
@@ -60,7 +61,8 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     write.check_output(output)
     show.phase("finding the model" if settings.model else "finding the model (the embedded one is unpacked once)")
     model = resolve(settings.model)
-    limits = read_limits(model, settings.served_names, settings.engine)
+    adapters = resolve_adapters(settings.adapters, model)
+    limits = read_limits(model, settings.served_names, settings.engine, adapters)
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
     work = output.join("_work", run_id)
     stager = write.Stager(work)
@@ -75,7 +77,12 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
             placement = placement.for_chunks(len(planned.chunks), plan.CHUNK_ROWS)
             show.phase(f"starting {_count(placement.num_replicas, 'engine')}")
             start = start_engine or EngineStart(
-                model.spec, settings.served_names, settings.engine, placement.replicas_per_node, placement.cores
+                model.spec,
+                settings.served_names,
+                settings.engine,
+                placement.replicas_per_node,
+                placement.cores,
+                {name: adapter.spec for name, adapter in adapters.items()},
             )
             finished = _infer(planned, placement, start, work, stager, show)
     show.phase("publishing")
