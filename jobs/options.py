@@ -27,7 +27,18 @@ Model = Annotated[
 ]
 ServedNames = Annotated[
     list[str] | None,
-    typer.Option("--served-name", help="Name under which requests ask for the model. Repeatable."),
+    typer.Option(
+        "--served-name", envvar="OVERNIGHT_SERVED_NAME", help="Name under which requests ask for the model. Repeatable."
+    ),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        envvar="OVERNIGHT_ADAPTER",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter, and the name that requests ask for it by. Repeatable.",
+    ),
 ]
 Engine = Annotated[
     list[str] | None,
@@ -36,7 +47,10 @@ Engine = Annotated[
 Fill = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="A field for every request that doesn't have it, such as max_tokens=256."
+        "--set",
+        envvar="OVERNIGHT_SET",
+        metavar="FIELD=VALUE",
+        help="A field for every request that doesn't have it, such as max_tokens=256.",
     ),
 ]
 EndpointKind = Annotated[
@@ -64,6 +78,7 @@ def input_settings(
     inputs: list[str],
     model: str | None,
     served_names: list[str] | None,
+    adapters: list[str] | None,
     engine: list[str] | None,
     fill: list[str] | None,
     endpoint: str | None,
@@ -84,6 +99,7 @@ def input_settings(
         "inputs": tuple(inputs),
         "model": model,
         "served_names": tuple(served_names or ()),
+        "adapters": parse_adapters(adapters or []),
         "engine": parse_engine_settings(engine or []),
         "fill": parse_fill(fill or []),
         "endpoint": _parse_endpoint(endpoint),
@@ -92,6 +108,19 @@ def input_settings(
         "sample": sample,
         "verbose": verbose,
     }
+
+
+def parse_adapters(pairs: list[str]) -> dict[str, str]:
+    """Folders of adapters by name, of `NAME=FOLDER` pairs. Raises UsageError."""
+    adapters: dict[str, str] = {}
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        if not name or not folder:
+            raise UsageError(f"--adapter {pair}: expected NAME=FOLDER, such as --adapter formal=./formal-lora")
+        if name in adapters:
+            raise UsageError(f"--adapter {name}: found twice. Give each adapter a name of its own")
+        adapters[name] = folder
+    return adapters
 
 
 def parse_fill(pairs: list[str]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def score(
     output: Annotated[str, typer.Option("--output", help="Folder or s3:// URI for the tables.")],
     model: options.Model = None,
     served_names: options.ServedNames = None,
+    adapters: options.Adapters = None,
     replicas: Annotated[
         str, typer.Option(metavar="N|auto", help="Engines. auto: one for each GPU, else one a machine.")
     ] = "auto",
@@ -60,6 +61,7 @@ def score(
             inputs=inputs,
             model=model,
             served_names=served_names,
+            adapters=adapters,
             engine=engine,
             fill=fill,
             endpoint=endpoint,

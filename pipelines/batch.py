@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines import cluster, infer, plan, progress, write
+from pipelines.adapters import resolve_adapters
 from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
 from pipelines.inputs import InputFile, find_inputs
@@ -60,7 +61,8 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     write.check_output(output)
     show.phase("finding the model" if settings.model else "finding the model (the embedded one is unpacked once)")
     model = resolve(settings.model)
-    limits = read_limits(model, settings.served_names, settings.engine)
+    adapters = resolve_adapters(settings.adapters, model)
+    limits = read_limits(model, settings.served_names, settings.engine, adapters)
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
     work = output.join("_work", run_id)
     stager = write.Stager(work)
@@ -75,7 +77,12 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
             placement = placement.for_chunks(len(planned.chunks), plan.CHUNK_ROWS)
             show.phase(f"starting {_count(placement.num_replicas, 'engine')}")
             start = start_engine or EngineStart(
-                model.spec, settings.served_names, settings.engine, placement.replicas_per_node, placement.cores
+                model.spec,
+                settings.served_names,
+                settings.engine,
+                placement.replicas_per_node,
+                placement.cores,
+                {name: adapter.spec for name, adapter in adapters.items()},
             )
             finished = _infer(planned, placement, start, work, stager, show)
     show.phase("publishing")
@@ -149,12 +156,17 @@ def _place(settings: RunSettings) -> infer.Placement:
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if num_gpus:
         cpus, unit = 1, _count(gpus_each, "GPU")
-        fitting = sum(int(node.get("GPU", 0)) // gpus_each for node in nodes)
+        fitting = sum(min(int(node.get("GPU", 0)) // gpus_each, int(node.get("CPU", 0)) // cpus) for node in nodes)
         num_replicas = settings.replicas or max(1, fitting)
     else:
         num_replicas = settings.replicas or max(1, len([cpus for cpus in num_cpus if cpus]))
         per_node = -(-num_replicas // max(1, len(nodes)))
         cpus = settings.engine.cores or max(1, min(filter(None, num_cpus), default=1) // per_node)
+        if cpus < gpus_each:
+            raise UsageError(
+                f"--engine tensor_parallel_size={gpus_each}: a replica has {_count(cpus, 'CPU core')} here, and needs "
+                "one for each part of the model. Give a smaller number, or more with --engine cores=N"
+            )
         unit = _count(cpus, "CPU core")
         fitting = sum(node_cpus // cpus for node_cpus in num_cpus)
     if fitting < num_replicas:

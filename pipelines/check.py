@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines import cluster, read, validate
+from pipelines.adapters import resolve_adapters
 from pipelines.checks import Checks
 from pipelines.inputs import InputFile, find_inputs
 from pipelines.limits import read_limits
@@ -66,7 +67,8 @@ def check(settings: InputSettings, show: Show) -> Report:
     files = find_inputs(settings.inputs)
     show.phase("finding the model" if settings.model else "finding the model (the embedded one is unpacked once)")
     model = resolve(settings.model)
-    limits = read_limits(model, settings.served_names, settings.engine)
+    adapters = resolve_adapters(settings.adapters, model)
+    limits = read_limits(model, settings.served_names, settings.engine, adapters)
     show.phase("starting Ray")
     report = Report()
     with cluster.connected(settings.verbose):

@@ -14,13 +14,15 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jiter
 
 from pipelines import machine
+from pipelines.adapters import Adapter, lora_arguments, resolve_adapters
 from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
 from pipelines.translation import ABORTED, one_line, translate, translate_response
@@ -74,13 +76,17 @@ class EngineStart:
     settings: EngineSettings
     num_replicas: int
     num_cores: int | None
+    # Folders of adapters, by name.
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self) -> Engine:
         """Bring the model to this machine, load it and wait until it can answer. Raises EngineUnusable."""
+        model = resolve(self.model)
         return VllmEngine.start(
-            resolve(self.model),
+            model,
             self.served_names,
             self.settings,
+            adapters=resolve_adapters(self.adapters, model),
             num_replicas=self.num_replicas,
             num_cores=self.num_cores,
         )
@@ -115,23 +121,25 @@ class VllmEngine:
         served_names: tuple[str, ...],
         settings: EngineSettings,
         *,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
         num_replicas: int = 1,
         num_cores: int | None = None,
     ) -> "VllmEngine":
         """Load a model and wait until it can answer.
 
-        `num_replicas`: how many engines share this machine's memory. `num_cores`: the CPU cores to take of it.
+        `adapters`: by the name under which they answer. `num_replicas`: how many engines share this machine's memory.
+        `num_cores`: the CPU cores to take of it.
         Raises EngineUnusable with vLLM's reason when it doesn't start.
         """
         from vllm.platforms import current_platform
 
-        limits = read_limits(model, served_names, settings)
+        limits = read_limits(model, served_names, settings, adapters)
         claim = None
         # The model is here by now; nothing may wait for a hub that can't be reached.
         environment = {"HF_HUB_OFFLINE": "1"}
         if current_platform.is_cpu():
             cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
-            claim = machine.CoreClaim(cores)
+            claim = machine.CoreClaim(cores, settings.tensor_parallel_size)
             choices = machine.cpu_arguments(settings, num_replicas, limits)
             environment |= machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
         else:
@@ -144,7 +152,7 @@ class VllmEngine:
         engine = cls(loop, thread, claim, limits)
         thread.start()
         try:
-            engine._start = partial(engine._load, model, settings, arguments)
+            engine._start = partial(engine._load, model, adapters, settings, arguments)
             engine._environment = environment
             engine._start_processes()
         except BaseException as error:
@@ -165,7 +173,9 @@ class VllmEngine:
         with machine.environment(self._environment):
             self._run(self._start())
 
-    async def _load(self, model: Model, settings: EngineSettings, arguments: dict[str, Any]) -> None:
+    async def _load(
+        self, model: Model, adapters: Mapping[str, Adapter], settings: EngineSettings, arguments: dict[str, Any]
+    ) -> None:
         from pipelines import handlers
 
         limits = self.limits
@@ -174,6 +184,7 @@ class VllmEngine:
             limits,
             {
                 **arguments,
+                **lora_arguments(adapters),
                 "max_model_len": settings.max_model_len,
                 "tensor_parallel_size": settings.tensor_parallel_size,
                 "seed": settings.seed,
@@ -181,7 +192,8 @@ class VllmEngine:
             settings.batch_share,
         )
         _assert_limits(limits, self._llm.model_config)
-        self._handlers = handlers.make_handlers(self._llm, model.path, limits)
+        models = await handlers.serve_models(self._llm, model.path, limits, adapters)
+        self._handlers = handlers.make_handlers(self._llm, models, limits)
 
     async def generate(
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None

@@ -1,7 +1,7 @@
 """vLLM's serving handlers, with what they lack put in: admission before the engine, and a beam search that honours
 the request. Bodies, log-probabilities, tool calls and usage stay vLLM's. Imported once an engine starts."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,12 +13,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipelines import beam_rows
+from pipelines.adapters import Adapter
 from pipelines.admission import Admission, Ask
 from pipelines.beam import Hypothesis
 from schemas.limits import ModelLimits
@@ -55,7 +56,8 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
         call = CALL.get()
         others["priority"] = call.priority
         kind = _kind(sampling_params.logprob_token_ids, sampling_params.logprobs)
-        async with self.room(call, prompt, sampling_params, sampling_params.n, kind) as observe:
+        lora = others.get("lora_request")
+        async with self.room(call, prompt, sampling_params, sampling_params.n, kind, lora) as observe:
             output = None
             async for output in super().generate(prompt, sampling_params, request_id, **others):
                 yield output
@@ -70,7 +72,7 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
 
     @asynccontextmanager
     async def room(
-        self, call: Call, prompt: Any, params: SamplingParams, num_sequences: int, kind: str | None
+        self, call: Call, prompt: Any, params: SamplingParams, num_sequences: int, kind: str | None, lora_request: Any
     ) -> AsyncIterator[Callable[[int], None]]:
         """Wait for room for one prompt's answers, and hold it."""
         ask = Ask(
@@ -80,7 +82,8 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
             prompt.get("prompt_token_ids") or (),
             params.max_tokens or 0,
             kind,
-            salt=prompt.get("cache_salt") or "",
+            # An adapter's KV cache is its own.
+            salt=f"{lora_request.lora_name if lora_request else ''}\0{prompt.get('cache_salt') or ''}",
         )
         asked = monotonic()
         async with self.admission.room(ask) as observe:
@@ -121,7 +124,7 @@ class _Beams:
             prompt, sampling, params.beam_width, params.length_penalty, tokenizer, llm.model_config.max_logprobs, start
         )
         kind = _kind(sampling.allowed_token_ids, 0)
-        async with llm.room(call, prompt, sampling, params.beam_width, kind) as observe:
+        async with llm.room(call, prompt, sampling, params.beam_width, kind, lora_request) as observe:
             searched = await beam_rows.run(task)
             for hypothesis in searched.hypotheses:
                 observe(len(hypothesis.beam.tokens))
@@ -171,9 +174,27 @@ def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_
     return llm
 
 
-def make_handlers(llm: AdmittedLLM, model_path: str, limits: ModelLimits) -> dict[Endpoint, tuple[Any, Any]]:
+async def serve_models(
+    llm: AdmittedLLM, model_path: str, limits: ModelLimits, adapters: Mapping[str, Adapter]
+) -> OpenAIServingModels:
+    """The names that requests may ask for, with the adapters loaded. Raises ValueError where one doesn't load."""
+    models = OpenAIServingModels(
+        llm,
+        [BaseModelPath(name=name, model_path=model_path) for name in limits.served_names],
+        lora_modules=[LoRAModulePath(name=name, path=adapter.path) for name, adapter in adapters.items()],
+    )
+    try:
+        await models.init_static_loras()
+    except ValueError as error:
+        failed = next(name for name in adapters if name not in models.lora_requests)
+        raise ValueError(f"the adapter {failed} can't be loaded: {error}") from error
+    return models
+
+
+def make_handlers(
+    llm: AdmittedLLM, models: OpenAIServingModels, limits: ModelLimits
+) -> dict[Endpoint, tuple[Any, Any]]:
     """By endpoint: the class of vLLM's request, and what answers one."""
-    models = OpenAIServingModels(llm, [BaseModelPath(name=name, model_path=model_path) for name in limits.served_names])
     # The model's own template; one that a request brings only where the operator allows it.
     template: dict[str, Any] = {
         "chat_template": None,

@@ -1,10 +1,11 @@
 """Model limits from a model's folder, without its weights; the engine asserts at its start that they are its own."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipelines.model import Model
+from pipelines.model import Model, read_json
 from schemas.failures import UsageError
 from schemas.limits import ModelLimits
 from schemas.settings import EngineSettings
@@ -24,17 +25,26 @@ _CONTEXT_KEYS = (
 _SCALED_ALREADY = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 
 
-def read_limits(model: Model, served_names: tuple[str, ...], settings: EngineSettings) -> ModelLimits:
-    """What a model can take under an engine's settings. Raises UsageError where its folder doesn't say."""
+def read_limits(
+    model: Model, served_names: tuple[str, ...], settings: EngineSettings, adapter_names: Iterable[str] = ()
+) -> ModelLimits:
+    """What a model can take under an engine's settings. Raises UsageError where its folder doesn't say, and where an
+    adapter has a name of the model itself."""
     folder = Path(model.path)
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     text = config.get("text_config") or config
-    tokenizer = _read(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     if not isinstance(vocab_size := text.get("vocab_size"), int):
         raise UsageError(f"--model {model.spec}: config.json gives no vocab_size, so requests can't be checked")
     max_logprobs = vocab_size if settings.max_logprobs == -1 else settings.max_logprobs
+    served_names = served_names or (model.name,)
+    adapter_names = tuple(adapter_names)
+    for name in adapter_names:
+        if name in served_names:
+            raise UsageError(f"--adapter {name}: the model itself is served under this name. Give the adapter another")
     return ModelLimits(
-        served_names=served_names or (model.name,),
+        served_names=served_names,
+        adapter_names=adapter_names,
         context_length=settings.max_model_len or _context_length(model, text, tokenizer),
         vocab_size=vocab_size,
         max_logprobs=max_logprobs,
@@ -44,16 +54,6 @@ def read_limits(model: Model, served_names: tuple[str, ...], settings: EngineSet
         tool_parser=settings.tool_parser,
         allowed=frozenset(settings.allow),
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: can't be read as JSON ({error}). Is the model's folder whole?") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: found no JSON object. Is the model's folder whole?")
-    return value
 
 
 def _context_length(model: Model, config: dict[str, Any], tokenizer: dict[str, Any]) -> int:
@@ -75,6 +75,6 @@ def _chat_template(folder: Path, tokenizer: dict[str, Any]) -> str | None:
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text()
     if (file := folder / "chat_template.json").is_file():
-        return json.dumps(_read(file).get("chat_template"))
+        return json.dumps(read_json(file).get("chat_template"))
     template = tokenizer.get("chat_template")
     return template if isinstance(template, str | None) else json.dumps(template)

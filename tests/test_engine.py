@@ -273,5 +273,5 @@ def test_an_engine_that_cannot_start_says_why_on_one_line(own_core_claims):
 
 
 def test_starting_is_light_to_send():
-    start = EngineStart(None, ("a",), EngineSettings(), 1, 2)
+    start = EngineStart(None, ("a",), EngineSettings(), 1, 2, {"b": "/folder"})
     assert pickle.loads(pickle.dumps(start)) == start  # noqa: S301 - our own bytes

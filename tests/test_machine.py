@@ -96,6 +96,8 @@ def test_replicas_share_the_memory_and_ranks_the_cores():
     assert two <= one
     bind = machine.cpu_environment([0, 1, 2, 3], tensor_parallel_size=2)["VLLM_CPU_OMP_THREADS_BIND"]
     assert bind == "0,2|1,3"
+    with pytest.raises(EngineUnusable, match="has 1 of the CPU cores, and needs one for each of 2 parts"):
+        machine.CoreClaim(1, tensor_parallel_size=2)
 
 
 def test_the_environment_is_as_before_after_the_block(monkeypatch):

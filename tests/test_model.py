@@ -51,7 +51,7 @@ def test_the_embedded_model_is_a_whole_model_folder():
     assert resolved.name == "smollm2-135m-instruct"
     config = json.loads((Path(resolved.path) / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
-    model._check_folder("embedded", Path(resolved.path))
+    model._check_folder(model.MODEL, "embedded", Path(resolved.path))
     assert "<|im_start|>" in (Path(resolved.path) / "chat_template.jinja").read_text()
 
 

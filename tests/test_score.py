@@ -80,6 +80,12 @@ START = psutil.Process().create_time()
         (["--model", "{}/in.jsonl"], "in.jsonl: is a file, expected a folder"),
         (["--model", "{}/empty-folder"], "empty-folder: not a model folder, it lacks config.json"),
         (["--model", "./no-such-model"], "--model ./no-such-model: no such folder"),
+        (["--adapter", "a"], "--adapter a: expected NAME=FOLDER"),
+        (
+            ["--adapter", "a={}/no-such-folder"],
+            "no-such-folder: no such folder. Give a folder with adapter_config.json",
+        ),
+        (["--adapter", "a={}/empty-folder"], "empty-folder: not an adapter folder, it lacks adapter_config.json"),
         (["--input", ""], "--input: found nothing, expected a path or URI"),
         (["--output", ""], "--output: found nothing, expected a path or URI"),
         (["--model", ""], "--model: found nothing, expected a path or URI"),
@@ -146,7 +152,9 @@ def test_an_empty_input_gives_empty_tables_without_an_engine(tmp_path):
 
 def test_settings_come_from_flags_else_the_environment_else_the_file(tmp_path, monkeypatch):
     config = tmp_path / "nightly.yaml"
-    config.write_text("input: [a.jsonl]\noutput: file\nengine: {max_num_seqs: 8}\nkeep-work: true\nreplicas: 3\n")
+    config.write_text(
+        "input: [a.jsonl]\noutput: file\nengine: {max_num_seqs: 8}\nadapter: {a: b}\nkeep-work: true\nreplicas: 3\n"
+    )
     seen = []
     monkeypatch.setattr(score, "run", lambda settings, allow_errors: seen.append(settings) or 0)
 
@@ -157,6 +165,10 @@ def test_settings_come_from_flags_else_the_environment_else_the_file(tmp_path, m
 
     from_file = settings_of()
     assert (from_file.inputs, from_file.output, from_file.replicas) == (("a.jsonl",), "file", 3)
+    assert from_file.adapters == {"a": "b"}
+    assert settings_of(OVERNIGHT_ADAPTER="c=d e=f=g").adapters == {"c": "d", "e": "f=g"}
+    assert settings_of(OVERNIGHT_SERVED_NAME="a", OVERNIGHT_SET="n=2 seed=1").fill == {"n": 2, "seed": 1}
+    assert seen[-1].served_names == ("a",)
     assert from_file.engine.max_num_seqs == 8 and from_file.keep_work is True
     assert settings_of(OVERNIGHT_OUTPUT="environment", OVERNIGHT_REPLICAS="2").output == "environment"
     assert settings_of(OVERNIGHT_INPUT="b.jsonl c.jsonl").inputs == ("b.jsonl", "c.jsonl")

@@ -1,0 +1,117 @@
+"""Where replicas land on a cluster with GPUs. Ray is only told of these: it hands out numbers, which is what counts."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from pipelines import batch
+from pipelines.plan import CHUNK_ROWS
+from schemas.failures import UsageError
+from schemas.settings import EngineSettings, RunSettings
+from tests.conftest import Silence, write_lines
+from tests.deterministic import DeterministicEngine, Starts
+
+NUM_GPUS = 4
+# By name: what a run is told, and how many engines are to start for it.
+RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    "one GPU each": ({}, 4),
+    "two GPUs each": ({"engine": EngineSettings(tensor_parallel_size=2)}, 2),
+    "three replicas": ({"replicas": 3}, 3),
+}
+
+
+@dataclass(frozen=True)
+class TellingStarts(Starts):
+    """Leaves the GPUs that its process sees in the file of its name where engines meet."""
+
+    def __call__(self) -> DeterministicEngine:
+        engine = super().__call__()
+        assert self.meeting is not None
+        (Path(self.meeting[0]) / str(os.getpid())).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+        return engine
+
+
+def run_all(folder: Path) -> None:
+    """Every one of RUNS, on a Ray of this process's own."""
+    ray.init(address="local", num_cpus=NUM_GPUS, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
+    # Some chunks for each engine: none is started without work.
+    path = write_lines(folder / "a.jsonl", *({"prompt": f"row {n}"} for n in range(2 * NUM_GPUS * CHUNK_ROWS)))
+    for name, (settings, num_engines) in RUNS.items():
+        meeting, output = folder / name / "meeting", folder / name / "out"
+        meeting.mkdir(parents=True)
+        made = RunSettings(inputs=(str(path),), output=str(output), served_names=("test",), **settings)
+        batch.run(made, Silence(), TellingStarts(meeting=(str(meeting), num_engines)))
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[list[str]]]:
+    """By run: the GPUs that each of its engines saw."""
+    folder = tmp_path_factory.mktemp("placement")
+    process = multiprocessing.get_context("spawn").Process(target=run_all, args=(folder,))
+    process.start()
+    process.join(timeout=300)
+    is_stuck = process.is_alive()
+    process.terminate()
+    process.join()
+    assert not is_stuck, "a run waits for replicas that don't come"
+    assert process.exitcode == 0
+    for name in RUNS:
+        manifest = json.loads((folder / name / "out" / "manifest.json").read_text())
+        assert manifest["rows"]["responses"] == 2 * NUM_GPUS * CHUNK_ROWS
+    return {name: [file.read_text().split(",") for file in (folder / name / "meeting").iterdir()] for name in RUNS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_replica_sees_gpus_of_its_own(devices, name):
+    settings, num_engines = RUNS[name]
+    each = settings.get("engine", EngineSettings()).tensor_parallel_size
+    assert [len(seen) for seen in devices[name]] == [each] * num_engines
+    seen = [device for some in devices[name] for device in some]
+    assert len(set(seen)) == len(seen) and set(seen) <= {"0", "1", "2", "3"}
+
+
+def place(monkeypatch, *nodes, replicas=None, **engine):
+    """The placement on nodes of so many cores and GPUs."""
+    alive = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
+    monkeypatch.setattr(ray, "nodes", lambda: alive)
+    settings = RunSettings(inputs=("a",), output="b", replicas=replicas, engine=EngineSettings(**engine))
+    return batch._place(settings)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engine", "num_replicas", "num_gpus", "cores"),
+    [
+        ([(8, 4)], {}, 4, 1, None),
+        ([(8, 4), (8, 2)], {"tensor_parallel_size": 2}, 3, 2, None),
+        ([(8, 3), (8, 3)], {"tensor_parallel_size": 2}, 2, 2, None),
+        ([(3, 4)], {}, 3, 1, None),
+        ([(8, 0), (2, 1)], {}, 1, 1, None),
+        ([(8, 0)], {}, 1, 0, 8),
+        ([(8, 0), (4, 0)], {"tensor_parallel_size": 2}, 2, 0, 4),
+    ],
+)
+def test_replicas_are_as_many_as_fit(monkeypatch, nodes, engine, num_replicas, num_gpus, cores):
+    placement = place(monkeypatch, *nodes, **engine)
+    assert (placement.num_replicas, placement.num_gpus, placement.cores) == (num_replicas, num_gpus, cores)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "words"),
+    [
+        ([(8, 4)], {"tensor_parallel_size": 8}, "1 replica with 8 GPUs each don't fit: .* room for 0"),
+        ([(8, 4)], {"replicas": 5}, "5 replicas with 1 GPU each don't fit: .* room for 4"),
+        ([(3, 4)], {"replicas": 4}, "4 replicas with 1 GPU each don't fit: .* 3 CPU cores and 4 GPUs, room for 3"),
+        ([(8, 0)], {"tensor_parallel_size": 16}, "tensor_parallel_size=16: a replica has 8 CPU cores here"),
+        ([(8, 0)], {"tensor_parallel_size": 2, "cores": 1}, "tensor_parallel_size=2: a replica has 1 CPU core here"),
+    ],
+)
+def test_what_does_not_fit_is_refused(monkeypatch, nodes, given, words):
+    with pytest.raises(UsageError, match=words):
+        place(monkeypatch, *nodes, **given)
