@@ -21,7 +21,7 @@ sys.path[0] = str(ROOT)
 from tests.benchmarks import bare  # noqa: E402 - found below the root
 from tests.benchmarks.report import Figure, report  # noqa: E402
 
-NUM_REQUESTS, NUM_QUICK = 192, 32
+NUM_REQUESTS, NUM_QUICK = 96, 32
 
 
 def main(
