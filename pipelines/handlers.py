@@ -209,10 +209,13 @@ def make_handlers(
         "enable_prompt_tokens_details": True,
         "enable_per_request_metrics": True,
     }
-    return {
+    made: dict[Endpoint, tuple[Any, Any]] = {
         "/v1/completions": (CompletionRequest, Completions(llm, models, **shared).create_completion),
         "/v1/chat/completions": (
             ChatCompletionRequest,
             Chats(llm, models, "assistant", **shared, **template).create_chat_completion,
         ),
     }
+    # vLLM keeps this frame, and what it holds would outlive the engine.
+    del llm, models, shared
+    return made

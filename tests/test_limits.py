@@ -19,6 +19,7 @@ def limits_of(folder, config, tokenizer=None, **settings):
     return read_limits(Model(str(folder), "m", "m"), (), EngineSettings(**settings))
 
 
+@pytest.mark.engine
 def test_the_embedded_models_limits(engine):
     limits = read_limits(resolve(None), (), EngineSettings())
     assert (limits.context_length, limits.vocab_size, limits.max_logprobs) == (8192, 49152, 20)
