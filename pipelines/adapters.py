@@ -54,13 +54,14 @@ def resolve_adapters(specs: Mapping[str, str], model: Model) -> dict[str, Adapte
 
 
 def lora_arguments(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
-    """Engine arguments for adapters, all of which have a place in a step at once."""
+    """Engine arguments for adapters, all of which have a place in a step at once, and one to spare."""
     if not adapters:
         return {}
     largest = max(adapter.rank for adapter in adapters.values())
     return {
         "enable_lora": True,
-        "max_loras": len(adapters),
+        # On CPUs, rows without an adapter are computed with the last place's beside rows with one: it stays empty.
+        "max_loras": len(adapters) + 1,
         "max_lora_rank": next(rank for rank in RANKS if rank >= largest),
     }
 

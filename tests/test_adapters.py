@@ -110,7 +110,7 @@ def test_a_check_knows_the_names_of_adapters(tmp_path, ray_cluster, model):
 def test_the_engine_has_room_for_the_largest_of_all_adapters():
     assert lora_arguments({}) == {}
     two = {"a": Adapter("", 3, ""), "b": Adapter("", 17, "")}
-    assert lora_arguments(two) == {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
+    assert lora_arguments(two) == {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
 
 
 @pytest.mark.engine
@@ -180,6 +180,19 @@ def test_equal_prompts_side_by_side_keep_to_their_own_adapter(adapted):
     bodies = [json.dumps({"prompt": prompt, "model": name, "temperature": 0, "max_tokens": 8}) for name in names * 3]
     sent = [adapted.submit(Request("r", "/v1/completions", body), lane="batch") for body in bodies]
     assert [texts(future.result(timeout=120)) for future in sent] == alone * 3
+
+
+@pytest.mark.engine
+def test_prompts_that_are_computed_in_one_step_keep_to_their_own_adapter(adapted):
+    """Nothing of them is cached: the rows without an adapter stand beside those with one from the first token on."""
+    names = ["smollm2-135m-instruct", "strong", "weak"]
+    alone = [texts(ask(adapted, prompt=PROMPT, model=name, cache_salt="alone")) for name in names]
+    bodies = [
+        json.dumps({"prompt": PROMPT, "model": name, "temperature": 0, "max_tokens": 8, "cache_salt": f"{index}"})
+        for index, name in enumerate(names * 2)
+    ]
+    sent = [adapted.submit(Request("r", "/v1/completions", body), lane="batch") for body in bodies]
+    assert [texts(future.result(timeout=120)) for future in sent] == alone * 2
 
 
 @pytest.mark.engine
