@@ -21,15 +21,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from pipelines.beam import Beam, BeamRules, Hypothesis, Logprobs, search
+from pipelines.translation import GivenUp
 
 T = TypeVar("T")
 
 # Penalties look at all of an answer's tokens, so that a sequence must tell more log-probabilities the longer it is.
 PENALISED_AHEAD = 16
-
-
-class GivenUp(Exception):
-    """The engine ended a sequence that had not come to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +215,8 @@ class _Rows:
         self._task = task
         self._rules = rules
         self._rows: dict[Beam, _Row] = {}
+        # All that run, also those that no beam follows any more.
+        self._open: set[_Row] = set()
         # Tokens that the engine generated for this search.
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
@@ -225,13 +224,11 @@ class _Rows:
     async def next_tokens(self, beams: Sequence[Beam]) -> list[Logprobs]:
         before, self._rows = self._rows, {}
         for beam in beams:
-            row = before.get(beam.parent) if beam.parent is not None else None
-            if row is not None and row.goes_on and row.next_token == beam.tokens[-1]:
-                del before[beam.parent]  # type: ignore[arg-type]
-            else:
-                row = self._start(beam.tokens)
-            self._rows[beam] = row
-        for row in before.values():
+            parent = beam.parent
+            row = before.get(parent) if parent is not None else None
+            follows = row is not None and row.goes_on and row.next_token == beam.tokens[-1]
+            self._rows[beam] = row if row is not None and follows else self._start(beam.tokens)
+        for row in self._open - set(self._rows.values()):
             await self._end(row)
         told = await _together([row.advance() for row in self._rows.values()])
         if self.num_cached_tokens is None:
@@ -251,13 +248,13 @@ class _Rows:
 
     async def close(self) -> None:
         """Abort what still runs. Nothing awaits a sequence by now."""
-        rows, self._rows = self._rows, {}
-        for row in rows.values():
+        for row in list(self._open):
             await self._end(row)
 
     async def _end(self, row: _Row) -> None:
-        self.num_tokens += row.num_tokens
         await row.close()
+        self._open.discard(row)
+        self.num_tokens += row.num_tokens
 
     def _start(self, tokens: tuple[int, ...]) -> _Row:
         rules, params = self._rules, self._task.params
@@ -286,7 +283,9 @@ class _Rows:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {**self._task.prompt, "prompt_token_ids": [*self._task.prompt["prompt_token_ids"], *tokens]}
-        return _Row(self._task.start(prompt, wanted, uuid.uuid4().hex))
+        row = _Row(self._task.start(prompt, wanted, uuid.uuid4().hex))
+        self._open.add(row)
+        return row
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -227,7 +227,6 @@ class VllmEngine:
     ) -> Answered | Failed:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-        from pipelines.beam_rows import GivenUp
         from pipelines.handlers import CALL, Call
 
         started = time.monotonic()
@@ -245,9 +244,6 @@ class VllmEngine:
             result = await handle(asked)
         except (asyncio.CancelledError, EngineUnusable):
             raise
-        except GivenUp:
-            self._raise_if_dead()
-            return Failed(ABORTED)
         except BaseException as error:  # a panic of a Rust library is one
             failure = self._translated(translate(error))
             if failure.reason == "engine_error":

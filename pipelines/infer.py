@@ -225,7 +225,7 @@ class Replica:
         attempt = self._stage.begin(number)
         self._open.begin(number)
         started = time.time()
-        rows = {self._submit(row): (row, self._num_restarts) for row in self._read_chunk(chunk).to_pylist()}
+        rows = dict(self._submit(row) for row in self._read_chunk(chunk).to_pylist())
         pending: set[Future[Any]] = set(rows)
         parts: list[str] = []
         outcomes: list[dict[str, Any]] = []
@@ -240,8 +240,7 @@ class Replica:
                     # It was in the engine when that died.
                     self._open.finished(number, future, Tally())
                     self._restart_engine(num_restarts, error)
-                    again = self._submit(row)
-                    rows[again] = row, self._num_restarts
+                    again, rows[again] = self._submit(row)
                     pending.add(again)
                     continue
                 outcome, tally = conclude(row, event, self._name, attempt)
@@ -259,10 +258,12 @@ class Replica:
             "ended": [time.time()],
         }
 
-    def _submit(self, row: dict[str, Any]) -> "Future[Any]":
+    def _submit(self, row: dict[str, Any]) -> tuple["Future[Any]", tuple[dict[str, Any], int]]:
+        """A row's future; the row, and how often the engine had been started again before it was sent there."""
+        num_restarts = self._num_restarts
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
         self._open.submitted(future)
-        return future
+        return future, (row, num_restarts)
 
     def _restart_engine(self, num_restarts: int, error: EngineUnusable) -> None:
         """Start the engine again, unless another chunk's thread has since `num_restarts`. Raises EngineUnusable where

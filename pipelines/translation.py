@@ -38,6 +38,10 @@ _FILE_PATH = re.compile(r"(?:file://|(?<![\w/.]))/(?!v1/)[\w.@~-]+(?:/[\w.@~-]+)
 _CLASS_NAME = re.compile(r"[A-Z]\w*")
 
 
+class GivenUp(Exception):
+    """The engine ended a sequence of a beam search that had not come to its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """How errors of one class are told.
@@ -110,7 +114,7 @@ def translate(error: BaseException) -> Failure | EngineUnusable:
             return error
         case EngineDeadError():
             return EngineUnusable("the engine's process has died")
-        case asyncio.CancelledError() | GeneratorExit():
+        case asyncio.CancelledError() | GeneratorExit() | GivenUp():
             return ABORTED
         case EngineGenerateError():
             return _translate_cause(error.__cause__)

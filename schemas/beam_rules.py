@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from schemas.failures import Failure
-from schemas.limits import MAX_SHIFTED
+from schemas.limits import MAX_BIASED, MAX_PENALISED
 from schemas.requests import Endpoint
 from schemas.rules import Body, Judge, Rule, max_tokens_of, refuse, show
 
 # The engine tells the log-probabilities of so many given tokens.
 MAX_ALLOWED = 128
-# A search of penalised answers looks at as many more tokens as they have, and as the bias and bad words name.
-MAX_PENALISED = MAX_SHIFTED // 2
 
 # What it doesn't honour, why, and the values that ask for nothing.
 _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -59,10 +57,14 @@ def _check_sizes(body: Body, endpoint: Endpoint, judge: Judge) -> Failure | None
     if judge.limits is not None and width > judge.limits.max_beams:
         message = f"found {show(width)} beams, at most {judge.limits.max_beams} (--engine max_beams)"
         return refuse("too_many_choices", "n", message)
-    num_shifted = len(body.get("logit_bias") or {}) + 2 * len(body.get("bad_words") or ())
-    if num_shifted > MAX_PENALISED:
-        message = f"found more than {MAX_PENALISED} tokens that they shift or forbid"
-        return _refuse("logit_bias" if body.get("logit_bias") else "bad_words", f"{message}. Give fewer")
+    # Each bad word is two: with and without a space before it. Ends are forbidden as long as an answer is too short.
+    biased = {"logit_bias": len(body.get("logit_bias") or {}), "bad_words": 2 * len(body.get("bad_words") or ())}
+    if body.get("min_tokens"):
+        biased["stop_token_ids"] = len(body.get("stop_token_ids") or ())
+    if sum(biased.values()) > MAX_BIASED:
+        largest = max(biased, key=lambda name: biased[name])
+        message = f"found {sum(biased.values()):,} tokens that are biased or forbidden, at most {MAX_BIASED}"
+        return _refuse(largest, f"{message} beside beams. Give fewer")
     if body.get("presence_penalty") or body.get("frequency_penalty"):
         most = max_tokens_of(body, endpoint)
         if most is None or most > MAX_PENALISED:

@@ -6,8 +6,10 @@ from typing import Literal
 # What a request may bring that can reach further than its own answer: refused unless the operator allows it.
 Feature = Literal["chat_template", "prompt_embeds"]
 
-# Most tokens that a request may bias, forbid or penalise in a beam search.
-MAX_SHIFTED = 1024
+# Most tokens that a beam search may look past: so many that are biased or forbidden, as many that are penalised, and
+# the model's own ends.
+MAX_BIASED = MAX_PENALISED = 512
+MAX_SHIFTED = MAX_BIASED + MAX_PENALISED + 64
 
 
 @dataclass(frozen=True, slots=True)

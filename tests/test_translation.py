@@ -118,6 +118,7 @@ CASES = [
     ("json:JSONDecodeError", lambda cls: cls("Expecting value", "", 0), REFUSED, "refused this request: Expecting"),
     ("builtins:NotImplementedError", bare, (501, "unsupported", None), "can't do what this request asks for"),
     ("asyncio:CancelledError", bare, (500, "aborted", None), "gave the request up"),
+    ("pipelines.translation:GivenUp", bare, (500, "aborted", None), "gave the request up"),
     ("builtins:GeneratorExit", bare, (500, "aborted", None), "gave the request up"),
     # Nothing that vLLM means to tell: a fault in its own code, or below it.
     *[
