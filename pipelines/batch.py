@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,6 +15,7 @@ from pipelines import cluster, infer, plan, progress, write
 from pipelines.adapters import resolve_adapters
 from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
+from pipelines.identity import identities
 from pipelines.inputs import InputFile, find_inputs
 from pipelines.limits import read_limits
 from pipelines.model import resolve
@@ -23,7 +23,7 @@ from pipelines.progress import Show
 from pipelines.storage import Folder
 from schemas import tables
 from schemas.failures import UsageError
-from schemas.plans import Chunk, Plan
+from schemas.plans import Plan, Totals
 from schemas.requests import Tally
 from schemas.settings import RunSettings
 
@@ -40,13 +40,16 @@ class Summary:
     tables: dict[str, str]
     totals: Tally = field(default_factory=Tally)
     num_rows: int = 0
+    # What the plan expected.
+    expected: Totals = field(default_factory=Totals)
     # Seconds from the first submitted request to the last staged row.
     infer_s: float = 0.0
     total_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        return self.totals.completion_tokens / self.infer_s if self.infer_s > 0 else 0.0
+        """Tokens that engines generated."""
+        return self.totals.computed_tokens / self.infer_s if self.infer_s > 0 else 0.0
 
 
 def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | None = None) -> Summary:
@@ -63,18 +66,27 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     model = resolve(settings.model)
     adapters = resolve_adapters(settings.adapters, model)
     limits = read_limits(model, settings.served_names, settings.engine, adapters)
+    chosen = identities(model, adapters, settings.engine)
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
     work = output.join("_work", run_id)
     stager = write.Stager(work)
+    show = progress.StatusFile(show, work, run_id)
 
     show.phase("starting Ray")
     with cluster.connected(settings.verbose):
         placement = _place(settings)
         show.phase(f"checking {_count(len(files), 'file')}")
-        planned = plan.spool(checked_lines(files, settings, model, limits), work, show.checked)
+        planned = plan.make_plan(
+            checked_lines(files, settings, model, limits, chosen),
+            work,
+            num_replicas=placement.num_replicas,
+            rows_in_flight=placement.rows_in_flight,
+            with_dedup=settings.dedup,
+            show_rows=show.checked,
+        )
         finished = []
         if planned.chunks:
-            placement = placement.for_chunks(len(planned.chunks), plan.CHUNK_ROWS)
+            placement = placement.for_chunks([chunk.num_requests for chunk in planned.chunks])
             show.phase(f"starting {_count(placement.num_replicas, 'engine')}")
             start = start_engine or EngineStart(
                 model.spec,
@@ -85,14 +97,10 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
                 {name: adapter.spec for name, adapter in adapters.items()},
             )
             finished = _infer(planned, placement, start, work, stager, show)
-    show.phase("publishing")
-    published = write.publish_tables(
-        output.join("runs", run_id),
-        planned,
-        stager,
-        {chunk.number: chunk.parts for chunk in finished},
-        partial(plan.read_rejections, work),
-    )
+        show.phase("publishing")
+        parts = [*planned.rejections, *(part for chunk in finished for part in chunk.parts)]
+        outcomes = write.sorted_outcomes(work, parts)
+        published = write.publish_tables(output.join("runs", run_id), outcomes, planned.num_rows)
 
     summary = Summary(
         run_id,
@@ -100,6 +108,7 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         {name: output.show("runs", run_id, name, "*.parquet") for name in tables.PUBLISHED},
         totals=_add([planned.validated, *(chunk.tally for chunk in finished)]),
         num_rows=planned.num_rows,
+        expected=planned.totals,
         infer_s=max((c.ended for c in finished), default=0.0) - min((c.started for c in finished), default=0.0),
         total_s=time.time() - began,
     )
@@ -120,9 +129,12 @@ def _infer(
 ) -> list[infer.FinishedChunk]:
     """The chunks of a plan, answered."""
     scoreboard = progress.start_scoreboard()
-    items = plan.to_items(planned.chunks)
+    items = [
+        {"number": number, **{name: getattr(chunk, name) for name in ("part", "row_group", "start", "num_rows")}}
+        for number, chunk in enumerate(planned.chunks)
+    ]
     finished = []
-    with progress.Watch(planned.num_requests, scoreboard, show.progress) as watch:
+    with progress.Watch(planned.totals, scoreboard, show.progress) as watch:
         for chunk in infer.run_chunks(items, placement, start_engine, ChunkReader(work), stager, scoreboard):
             watch.finished(chunk.number, chunk.tally)
             finished.append(chunk)
@@ -140,7 +152,7 @@ class ChunkReader:
     work: Folder
 
     def __call__(self, item: dict[str, Any]) -> pa.Table:
-        return plan.read_chunk(self.work, Chunk(**item))
+        return plan.read_chunk(self.work, item["part"], item["row_group"], item["start"], item["num_rows"])
 
 
 def _place(settings: RunSettings) -> infer.Placement:
@@ -222,6 +234,11 @@ def _manifest(
         "usage": {
             "prompt_tokens": summary.totals.prompt_tokens,
             "completion_tokens": summary.totals.completion_tokens,
+        },
+        "plan": {
+            **asdict(summary.expected),
+            "cached_tokens": summary.totals.cached_tokens,
+            "deduplicated_tokens": summary.totals.deduplicated_tokens,
         },
         "timings_s": {"infer": round(summary.infer_s, 3), "total": round(summary.total_s, 3)},
         "files": published.files,

@@ -1,8 +1,9 @@
 """Check: every line of the input judged without an engine: read and validate, the way that a run begins, too."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -53,10 +54,23 @@ class Report:
         self.rejections += block["rejections"][: max(0, MAX_LISTED - len(self.rejections))]
 
 
-def checked_lines(files: list[InputFile], settings: InputSettings, model: Model, limits: ModelLimits) -> Any:
-    """A Ray dataset of `tables.CHECKED` over the lines that the settings take of the files."""
+def checked_lines(
+    files: list[InputFile],
+    settings: InputSettings,
+    model: Model,
+    limits: ModelLimits,
+    identities: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """A Ray dataset of `tables.CHECKED` over the lines that the settings take of the files.
+
+    `identities`: what answers, for the fingerprints (`pipelines/identity.py`).
+    """
     validator = validate.Validator(
-        Checks("batch", model.spec, limits), settings.endpoint, dict(settings.fill), settings.strict
+        Checks("batch", model.spec, limits),
+        dict(identities),
+        settings.endpoint,
+        dict(settings.fill),
+        settings.strict,
     )
     selection = read.Selection(settings.limit, settings.sample)
     return read.lines(files, selection).map_batches(validator, batch_format="pyarrow", batch_size=None)

@@ -6,7 +6,8 @@ from typing import Any
 
 from pipelines.grammars import GrammarCompiler, load_compiler
 from pipelines.model import resolve
-from pipelines.tokens import PromptCounter, load_counter
+from pipelines.prefixes import path_of
+from pipelines.tokens import Prompt, PromptCounter, load_counter
 from schemas.contract import check_body
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
@@ -28,13 +29,13 @@ class Checks:
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("door", "model", "limits")}
 
-    def check(self, body: Any, endpoint: Endpoint) -> int | Failure:
-        """Tokens of the prompts of a body that was parsed strictly, or its first fault."""
+    def check(self, body: Any, endpoint: Endpoint) -> Prompt | Failure:
+        """The prompts of a body that was parsed strictly, or its first fault."""
         failure = check_body(body, endpoint, self._judge)
         if failure is not None:
             return failure
         if self.limits is None:
-            return 0
+            return Prompt(0, path_of(()))
         if (failure := self._compiler.check(body)) is not None:
             return failure
         return self._counter.count(body, endpoint)

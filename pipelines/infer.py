@@ -1,16 +1,18 @@
 """Infer: chunks of requests to outcomes, on replicas: Ray actors with one engine each.
 
-Needs the columns of `tables.REQUESTS`, adds those of `tables.OUTCOMES`. Finished rows are staged by the replica itself,
-since Ray hands a task's output on only when the task ends; what comes back through Ray is one small row a chunk.
+Needs the columns of `tables.SPOOLED`, makes those of `tables.OUTCOMES`. A row that repeats the one before it gets that
+one's answer. Finished rows are staged by the replica itself, since Ray hands a task's output on only when the task
+ends; what comes back through Ray is one small row a chunk.
 """
 
 import copy
+import heapq
 import json
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -20,7 +22,8 @@ import jiter
 import pyarrow as pa
 
 from pipelines.engine import Engine
-from pipelines.progress import REPORT_S, ReplicaReport
+from pipelines.order import PROMPT_COST
+from pipelines.progress import NUM_NAMED, REPORT_S, ReplicaReport
 from schemas import tables
 from schemas.failures import EngineUnusable, Failure
 from schemas.requests import Answered, Failed, Request, Tally
@@ -29,6 +32,8 @@ log = logging.getLogger("overnight.infer")
 
 # A finished row is durable after at most this long.
 STAGE_S = 5.0
+# Each one is a thread of the replica.
+_MOST_CHUNKS_IN_FLIGHT = 64
 # A replica's process, and the engine in it, are started again so often.
 MAX_RESTARTS = 3
 
@@ -74,13 +79,17 @@ class Placement:
         """CPU cores that a replica computes on; None where it has GPUs."""
         return None if self.num_gpus else self.num_cpus
 
-    def for_chunks(self, num_chunks: int, chunk_rows: int) -> "Placement":
-        """The same for so much work: no replica without a chunk, and none that takes more than an even share, since
-        another that comes up later can't have what it has taken."""
+    def for_chunks(self, requests_each: Sequence[int]) -> "Placement":
+        """The same for chunks of so many requests: no replica without a chunk, and none that takes more than an even
+        share, since another that comes up later can't have what it has taken."""
+        num_chunks = len(requests_each)
         num_replicas = self.num_replicas if self.is_fixed else min(self.num_replicas, num_chunks)
         share = -(-num_chunks // num_replicas)
-        in_flight = min(share, -(-self.rows_in_flight // chunk_rows))
-        return replace(self, num_replicas=num_replicas, chunks_in_flight=in_flight)
+        # So many that the engine is full although one of them comes to its end; the first chunks tell, for later ones
+        # are smaller.
+        first = requests_each[: max(1, num_replicas * self.rows_in_flight // max(requests_each))]
+        needed = -(-self.rows_in_flight * len(first) // sum(first)) + 1
+        return replace(self, num_replicas=num_replicas, chunks_in_flight=min(share, needed, _MOST_CHUNKS_IN_FLIGHT))
 
 
 def run_chunks(
@@ -124,9 +133,11 @@ def run_chunks(
             max_task_retries=MAX_RESTARTS,
         )
     try:
-        for row in finished.iter_rows():
-            tally = Tally(**json.loads(row["tally"]))
-            yield FinishedChunk(row["number"], tuple(row["parts"]), tally, row["started"], row["ended"])
+        # Nothing ahead: Ray would hold a finished chunk back until the next one is there.
+        for block in finished.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for row in block.to_pylist():
+                tally = Tally(**json.loads(row["tally"]))
+                yield FinishedChunk(row["number"], tuple(row["parts"]), tally, row["started"], row["ended"])
     except Exception as error:
         for cause in _chain(error):
             # Ray also raises a class of its own that derives from ours; that one's text is a traceback.
@@ -144,40 +155,62 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = getattr(error, "cause", None) or error.__cause__
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request in the engine: the rows that it answers, and how often the engine had been started again before."""
+
+    rows: list[dict[str, Any]]
+    num_restarts: int
+    at: float
+
+
 class OpenWork:
     """What a replica has under way, for its reports; apart from it, so that reporting doesn't keep it alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunks: dict[int, Tally] = {}
-        self._in_flight: dict[Future[Any], float] = {}
+        self._in_flight: dict[Future[Any], Sent] = {}
+        self._finished_at = time.monotonic()
         self.closed = threading.Event()
 
     def begin(self, chunk: int) -> None:
         with self._lock:
             self._chunks[chunk] = Tally()
 
-    def submitted(self, future: "Future[Any]") -> None:
+    def submitted(self, future: "Future[Any]", sent: Sent) -> None:
         with self._lock:
-            self._in_flight[future] = time.monotonic()
+            self._in_flight[future] = sent
 
     def finished(self, chunk: int, future: "Future[Any]", tally: Tally) -> None:
         with self._lock:
             del self._in_flight[future]
             self._chunks[chunk].add(tally)
+            self._finished_at = time.monotonic()
 
     def end(self, chunk: int) -> Tally:
         with self._lock:
             return self._chunks.pop(chunk)
 
     def report(self) -> ReplicaReport:
+        """Rows are named by file and line."""
+        now = time.monotonic()
         with self._lock:
-            oldest = min(self._in_flight.values(), default=time.monotonic())
-            return ReplicaReport(copy.deepcopy(self._chunks), len(self._in_flight), time.monotonic() - oldest)
+            oldest = heapq.nsmallest(NUM_NAMED, self._in_flight.values(), key=lambda sent: sent.at)
+            return ReplicaReport(
+                copy.deepcopy(self._chunks),
+                num_in_flight=len(self._in_flight),
+                idle_s=now - max(self._finished_at, *(sent.at for sent in oldest[:1]), 0.0) if oldest else 0.0,
+                oldest=[(place_of(sent.rows[0]), now - sent.at) for sent in oldest],
+            )
 
     def keep_reporting(self, name: str, scoreboard: Any) -> None:
         while not self.closed.wait(REPORT_S):
             scoreboard.report.remote(name, self.report())
+
+
+def place_of(row: dict[str, Any]) -> str:
+    return f"{row['source_file']}:{row['source_line']}"
 
 
 class Replica:
@@ -225,27 +258,22 @@ class Replica:
         attempt = self._stage.begin(number)
         self._open.begin(number)
         started = time.time()
-        rows = dict(self._submit(row) for row in self._read_chunk(chunk).to_pylist())
-        pending: set[Future[Any]] = set(rows)
+        asked = gather(self._read_chunk(chunk).to_pylist())
+        sent = dict(self._submit(rows) for rows in asked)
+        pending: set[Future[Any]] = set(sent)
         parts: list[str] = []
         outcomes: list[dict[str, Any]] = []
         staged_at = time.monotonic()
         while pending:
             done, pending = wait(pending, timeout=STAGE_S, return_when=FIRST_COMPLETED)
             for future in done:
-                row, num_restarts = rows.pop(future)
-                try:
-                    event = future.result()
-                except EngineUnusable as error:
-                    # It was in the engine when that died.
-                    self._open.finished(number, future, Tally())
-                    self._restart_engine(num_restarts, error)
-                    again, rows[again] = self._submit(row)
-                    pending.add(again)
-                    continue
-                outcome, tally = conclude(row, event, self._name, attempt)
-                outcomes.append(outcome)
+                made = sent.pop(future)
+                concluded, left, tally = self._conclude(future, made, attempt)
+                outcomes += concluded
                 self._open.finished(number, future, tally)
+                if left:
+                    again, sent[again] = self._submit(left)
+                    pending.add(again)
             if outcomes and (not pending or time.monotonic() - staged_at >= STAGE_S):
                 table = pa.Table.from_pylist(outcomes, schema=tables.OUTCOMES)
                 parts.append(self._stage.put(number, attempt, len(parts), table))
@@ -258,12 +286,33 @@ class Replica:
             "ended": [time.time()],
         }
 
-    def _submit(self, row: dict[str, Any]) -> tuple["Future[Any]", tuple[dict[str, Any], int]]:
-        """A row's future; the row, and how often the engine had been started again before it was sent there."""
-        num_restarts = self._num_restarts
+    def _submit(self, rows: list[dict[str, Any]]) -> tuple["Future[Any]", Sent]:
+        """A request's future, and what it is to answer."""
+        sent = Sent(rows, self._num_restarts, time.monotonic())
+        row = rows[0]
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
-        self._open.submitted(future)
-        return future, (row, num_restarts)
+        self._open.submitted(future, sent)
+        return future, sent
+
+    def _conclude(
+        self, future: "Future[Any]", sent: Sent, attempt: int
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Tally]:
+        """Outcomes of a request's rows, those of its rows that are to be sent again, and what is done by now."""
+        try:
+            event = future.result()
+        except EngineUnusable as error:
+            # It was in the engine when that died.
+            self._restart_engine(sent.num_restarts, error)
+            return [], sent.rows, Tally()
+        # What failed for no fault of its own says nothing about the rows that ask for the same.
+        is_shared = isinstance(event, Answered) or event.failure.status_code < 500
+        answered, left = (sent.rows, []) if is_shared else (sent.rows[:1], sent.rows[1:])
+        outcomes, total = [], Tally()
+        for row in answered:
+            outcome, tally = conclude(row, event, self._name, attempt)
+            outcomes.append(outcome)
+            total.add(tally)
+        return outcomes, left, total
 
     def _restart_engine(self, num_restarts: int, error: EngineUnusable) -> None:
         """Start the engine again, unless another chunk's thread has since `num_restarts`. Raises EngineUnusable where
@@ -284,8 +333,19 @@ class Replica:
             self._engine.close()
 
 
+def gather(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of `tables.SPOOLED`, those together that one answer is for: the first of each is the one that is asked."""
+    asked: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if row["is_repeated"] and asked:
+            asked[-1].append(row)
+        else:
+            asked.append([row])
+    return asked
+
+
 def conclude(row: dict[str, Any], event: Answered | Failed, replica: str, attempt: int) -> tuple[dict[str, Any], Tally]:
-    """A row of `tables.OUTCOMES` and what it adds to the totals, of a row of `tables.REQUESTS` and its last event.
+    """A row of `tables.OUTCOMES` and what it adds to the totals, of a row of `tables.SPOOLED` and its last event.
 
     An answer that no table can hold (a NaN among its numbers, say) is a failure of this row alone.
     """
@@ -299,13 +359,18 @@ def conclude(row: dict[str, Any], event: Answered | Failed, replica: str, attemp
     outcome = {
         **row,
         **asdict(failure),
-        "message": f"{row['source_file']}:{row['source_line']}: {failure.message}",
+        "message": f"{place_of(row)}: {failure.message}",
         "type": failure.type,
         "stage": "infer",
         "raw": row["request"].encode()[: tables.RAW_BYTES],
         "attempts": attempt,
     }
-    return outcome, Tally(num_failed=1, reasons={failure.reason: 1})
+    return outcome, Tally(num_failed=1, reasons={failure.reason: 1}, work=_work_of(row))
+
+
+def _work_of(row: dict[str, Any]) -> float:
+    """What the plan expected of a row; nothing of one that is answered by another's answer."""
+    return 0.0 if row["is_repeated"] else row["num_output_tokens"] + PROMPT_COST * row["num_prompt_tokens"]
 
 
 def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) -> tuple[dict[str, Any], Tally]:
@@ -321,7 +386,6 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         "text": [choice["text"] if "text" in choice else choice["message"]["content"] for choice in body["choices"]],
         "finish_reason": finish_reasons,
         "created": datetime.fromtimestamp(body["created"], UTC),
-        "fingerprint": None,
         "prompt_tokens": usage["prompt_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "total_tokens": usage["total_tokens"],
@@ -332,12 +396,17 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         "total_ms": event.timing.total_ms,
         "replica": replica,
         "attempt": attempt,
-        "is_deduplicated": False,
+        "is_deduplicated": row["is_repeated"],
     }
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     tally = Tally(
         num_answered=1,
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
+        num_deduplicated=int(row["is_repeated"]),
+        deduplicated_tokens=usage["completion_tokens"] if row["is_repeated"] else 0,
+        cached_tokens=0 if row["is_repeated"] else cached,
+        work=_work_of(row),
         num_cut_by_default=int(
             # A chat that doesn't say goes on to the end of the context instead.
             "length" in finish_reasons and row["endpoint"] == "/v1/completions" and request.get("max_tokens") is None

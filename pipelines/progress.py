@@ -1,23 +1,44 @@
-"""Progress: what the replicas report while chunks are under way, gathered in one small Ray actor."""
+"""Progress: what the replicas report while chunks are under way, gathered in one small Ray actor; and the status file.
 
+The status file, `_work/<run id>/status.json`, lets another process see what a run does; it is written every few seconds
+and says when, so that a run that has gone away is told from one that works.
+"""
+
+import collections
+import json
+import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from pipelines.storage import Folder
+from schemas.plans import Totals
 from schemas.requests import Tally
 
+log = logging.getLogger("overnight.progress")
+
 REPORT_S = 1.0
+# The status file is written so often.
+STATUS_S = 5.0
+# A replica that finishes nothing for so long stalls; of the rows that wait there, so many are named.
+STALL_S = 60.0
+NUM_NAMED = 3
+# Tokens per second are those of the last minute.
+_RATE_S = 60.0
 
 
 @dataclass(slots=True)
 class ReplicaReport:
-    """One replica, now: the tallies of its open chunks by number, its requests in flight, the age of the oldest."""
+    """One replica, now: the tallies of its open chunks by number, and its requests in flight."""
 
     chunks: dict[int, Tally] = field(default_factory=dict)
     num_in_flight: int = 0
-    oldest_s: float = 0.0
+    # Seconds since it finished a row, while rows wait in it.
+    idle_s: float = 0.0
+    # The rows that it has longest, by file and line, with their age in seconds; NUM_NAMED of them.
+    oldest: list[tuple[str, float]] = field(default_factory=list)
 
 
 class Scoreboard:
@@ -43,23 +64,29 @@ def start_scoreboard() -> Any:
 class Progress:
     """How far a run is: true totals from the plan, what is done from finished chunks and open ones."""
 
-    total_rows: int
+    totals: Totals
     done: Tally = field(default_factory=Tally)
     num_in_flight: int = 0
-    oldest_s: float = 0.0
+    # The rows that were longest in flight, by file and line, with their age in seconds.
+    oldest: list[tuple[str, float]] = field(default_factory=list)
+    # Rows that wait in a replica which finishes nothing any more.
+    stalled: list[tuple[str, float]] = field(default_factory=list)
     num_replicas_up: int = 0
     elapsed_s: float = 0.0
+    # Answer tokens of the last minute's finished rows.
+    tokens_per_s: float = 0.0
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.done.completion_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+    def total_rows(self) -> int:
+        return self.totals.num_rows
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds to go, by the rows of the finished ones; None until there are enough of them to tell."""
-        if self.done.num_done < max(10, self.total_rows // 50) or not self.elapsed_s:
+        """Seconds to go, by the tokens that the plan expects of what is left, and how long those of what is done took;
+        None until enough is done to tell."""
+        if self.done.num_done < max(10, self.total_rows // 50) or not self.done.work or not self.elapsed_s:
             return None
-        return self.elapsed_s / self.done.num_done * (self.total_rows - self.done.num_done)
+        return self.elapsed_s / self.done.work * max(0.0, self.totals.work - self.done.work)
 
 
 class Show(Protocol):
@@ -81,14 +108,19 @@ class Show(Protocol):
 class Watch:
     """Tells `show` how far a run is, once a second, from a thread of its own, for as long as the block lasts."""
 
-    def __init__(self, total_rows: int, scoreboard: Any, show: Callable[[Progress], None]) -> None:
-        self._total_rows = total_rows
+    def __init__(self, totals: Totals, scoreboard: Any, show: Callable[[Progress], None]) -> None:
+        self._totals = totals
         self._scoreboard = scoreboard
         self._show = show
-        self._finished: dict[int, Tally] = {}
+        self._lock = threading.Lock()
+        # What finished chunks came to, and which they are: what a retry of one still reports is no longer counted.
+        self._finished = Tally()
+        self._numbers: set[int] = set()
         # Counted from when the first replica is up: before that, nothing could be done.
         self._started: float | None = None
         self._num_replicas_up = 0
+        # When, and how many tokens were computed by then.
+        self._past: collections.deque[tuple[float, int]] = collections.deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -103,31 +135,106 @@ class Watch:
             self._show(self._progress({}))
 
     def finished(self, chunk: int, tally: Tally) -> None:
-        """A chunk's final tally; what a retry of it still reports is no longer counted."""
-        self._finished[chunk] = tally
+        """A chunk's final tally."""
+        with self._lock:
+            self._finished.add(tally)
+            self._numbers.add(chunk)
 
     def _run(self) -> None:
         import ray
 
         while not self._stop.wait(REPORT_S):
             try:
-                reports = ray.get(self._scoreboard.read.remote(), timeout=5)
-            except Exception:  # noqa: S112 - progress must never fail a run; the next second tells
-                continue
-            self._show(self._progress(reports))
+                self._show(self._progress(ray.get(self._scoreboard.read.remote(), timeout=5)))
+            except Exception:  # progress must never fail a run; the next second tells
+                log.debug("no progress to tell", exc_info=True)
 
     def _progress(self, reports: dict[str, ReplicaReport]) -> Progress:
+        now = time.monotonic()
         if reports and self._started is None:
-            self._started = time.monotonic()
-        chunks = dict(self._finished)
-        for report in reports.values():
-            for chunk, tally in report.chunks.items():
-                chunks.setdefault(chunk, tally)
+            self._started = now
         self._num_replicas_up = len(reports) or self._num_replicas_up
-        progress = Progress(self._total_rows, num_replicas_up=self._num_replicas_up)
-        for tally in chunks.values():
-            progress.done.add(tally)
-        progress.num_in_flight = sum(report.num_in_flight for report in reports.values())
-        progress.oldest_s = max((report.oldest_s for report in reports.values()), default=0.0)
-        progress.elapsed_s = time.monotonic() - self._started if self._started else 0.0
+        progress = Progress(self._totals, num_replicas_up=self._num_replicas_up)
+        with self._lock:
+            progress.done.add(self._finished)
+            for report in reports.values():
+                for chunk, tally in report.chunks.items():
+                    if chunk not in self._numbers:
+                        progress.done.add(tally)
+        # A report may be older than the end of a chunk.
+        num_left = self._totals.num_rows - progress.done.num_done
+        progress.num_in_flight = min(num_left, sum(report.num_in_flight for report in reports.values()))
+        progress.oldest = _longest([one for report in reports.values() for one in report.oldest])
+        progress.stalled = _longest(
+            [one for report in reports.values() if report.idle_s >= STALL_S for one in report.oldest]
+        )
+        progress.elapsed_s = now - self._started if self._started else 0.0
+        self._past.append((now, progress.done.computed_tokens))
+        while len(self._past) > 1 and now - self._past[1][0] >= _RATE_S:
+            self._past.popleft()
+        then, tokens = self._past[0]
+        if now > then:
+            progress.tokens_per_s = (progress.done.computed_tokens - tokens) / (now - then)
         return progress
+
+
+def _longest(rows: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    return sorted(rows, key=lambda row: -row[1])[:NUM_NAMED]
+
+
+class StatusFile:
+    """A Show that also writes what it is told into a run's work folder, for `overnight status`."""
+
+    def __init__(self, show: Show, work: Folder, run_id: str) -> None:
+        self._show = show
+        self._work = work
+        self._run_id = run_id
+        self._phase = ""
+        self._began = time.time()
+        self._written = 0.0
+
+    def phase(self, text: str) -> None:
+        self._show.phase(text)
+        self._phase = text
+        self._write({})
+
+    def checked(self, num_rows: int) -> None:
+        self._show.checked(num_rows)
+        if time.monotonic() - self._written >= STATUS_S:
+            self._write({"lines_checked": num_rows})
+
+    def progress(self, now: Progress) -> None:
+        self._show.progress(now)
+        if now.num_replicas_up and time.monotonic() - self._written >= STATUS_S:
+            self._phase = "answering"
+            self._write(describe(now))
+
+    def _write(self, more: dict[str, Any]) -> None:
+        self._written = time.monotonic()
+        said = {"run_id": self._run_id, "phase": self._phase, "began": self._began, "written": time.time(), **more}
+        try:
+            self._work.write((json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode(), "status.json")
+        except Exception:  # a store that doesn't answer now costs this line alone
+            log.debug("the status file wasn't written", exc_info=True)
+
+
+def describe(now: Progress) -> dict[str, Any]:
+    """Progress as the status file holds it; times in seconds."""
+    return {
+        "rows": {
+            "total": now.total_rows,
+            "answered": now.done.num_answered,
+            "failed": now.done.num_failed,
+            "in_flight": now.num_in_flight,
+            "deduplicated": now.done.num_deduplicated,
+        },
+        "tokens": {"prompt": now.done.prompt_tokens, "completion": now.done.completion_tokens},
+        "errors_by_reason": now.done.reasons,
+        "expected": asdict(now.totals),
+        "tokens_per_s": round(now.tokens_per_s, 1),
+        "elapsed_s": round(now.elapsed_s, 1),
+        "remaining_s": None if now.remaining_s is None else round(now.remaining_s, 1),
+        "replicas": now.num_replicas_up,
+        "oldest_in_flight": [{"row": row, "age_s": round(age, 1)} for row, age in now.oldest],
+        "stalled": [{"row": row, "age_s": round(age, 1)} for row, age in now.stalled],
+    }

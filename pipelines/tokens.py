@@ -1,12 +1,15 @@
-"""Prompt lengths, as the engine will count them: with the model's own tokenizer and chat template."""
+"""Prompts as the engine will see them, with the model's own tokenizer and chat template: their lengths and places."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import jiter
 
+from pipelines.prefixes import path_of
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
 from schemas.requests import Endpoint
@@ -14,6 +17,15 @@ from schemas.rules import max_tokens_of, plain, refuse
 
 # Kinds of tokenizers that transformers takes from the file as it is; others it changes by their configuration.
 _AS_FILED = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request's prompt comes to: tokens (of all prompts, where there are several), and the path of the first
+    (`pipelines/prefixes.py`)."""
+
+    num_tokens: int
+    path: bytes
 
 
 @cache
@@ -54,33 +66,49 @@ class PromptCounter:
         """Characters of the vocabulary's longest token: a text has at least its length over this many tokens."""
         return max(map(len, (self._fast_tokenizer or self._tokenizer).get_vocab()), default=1)
 
-    def count(self, body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
-        """Tokens of all prompts of a body that passed the rules; or a Failure with the three numbers."""
+    def count(self, body: dict[str, Any], endpoint: Endpoint) -> Prompt | Failure:
+        """The prompts of a body that passed the rules; or a Failure with the three numbers."""
         if endpoint == "/v1/chat/completions":
-            return self._fit("messages", self._chat_length(body), body, endpoint)
-        prompt = body.get("prompt")
-        if prompt is None:
-            return 0
-        if isinstance(prompt, str) or isinstance(prompt[0], int | float):
-            return self._fit("prompt", self._length(prompt, body), body, endpoint)
+            prompts = {"messages": body["messages"]}
+        elif (prompt := body.get("prompt")) is None:
+            prompts = {}
+        elif isinstance(prompt, str) or isinstance(prompt[0], int | float):
+            prompts = {"prompt": prompt}
+        else:
+            prompts = {f"prompt[{index}]": one for index, one in enumerate(prompt)}
         total = 0
-        for index, one in enumerate(prompt):
-            length = self._fit(f"prompt[{index}]", self._length(one, body), body, endpoint)
+        first: Sequence[int] = ()
+        for field, one in prompts.items():
+            tokens = self._chat(body) if field == "messages" else self._tokens(one, body)
+            if isinstance(tokens, Failure):
+                return tokens
+            length = self._fit(field, tokens, body, endpoint)
             if isinstance(length, Failure):
                 return length
+            first = first if total else self._kept(tokens, length, body)
             total += length
-        return total
+        return Prompt(total, path_of(first, self._root(body)))
 
-    def _length(self, prompt: str | list[int], body: dict[str, Any]) -> int | Failure:
+    def _root(self, body: dict[str, Any]) -> str:
+        """What the prompt's cache is kept apart by: the adapter, and the salt."""
+        model = body.get("model")
+        return f"{model if model in self._limits.adapter_names else ''}\0{body.get('cache_salt') or ''}"
+
+    @staticmethod
+    def _kept(tokens: Sequence[int], length: int, body: dict[str, Any]) -> Sequence[int]:
+        """What is left of a prompt that is truncated: its end, unless the request says its beginning."""
+        return tokens[:length] if body.get("truncation_side") == "right" else tokens[len(tokens) - length :]
+
+    def _tokens(self, prompt: str | list[int], body: dict[str, Any]) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return len(prompt)
-        at_least = -(-len(prompt) // self._longest_token)
+            return prompt
+        return self._encode(prompt, body.get("add_special_tokens", True))
+
+    def _encode(self, text: str, with_special_tokens: bool) -> Sequence[int]:
+        at_least = -(-len(text) // self._longest_token)
         if at_least > self._limits.context_length:
             # Not worth the minutes that cutting it into tokens could take: too long, or truncated to less than this.
-            return at_least
-        return len(self._encode(prompt, body.get("add_special_tokens", True)))
-
-    def _encode(self, text: str, with_special_tokens: bool) -> list[int]:
+            return range(at_least)
         if self._fast_tokenizer is not None:
             # Without offsets and the objects around them: two thirds of the time.
             ids: list[int] = self._fast_tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)[
@@ -89,7 +117,7 @@ class PromptCounter:
             return ids
         return list(self._tokenizer.encode(text, add_special_tokens=with_special_tokens))
 
-    def _chat_length(self, body: dict[str, Any]) -> int | Failure:
+    def _chat(self, body: dict[str, Any]) -> Sequence[int] | Failure:
         try:
             text = self._tokenizer.apply_chat_template(
                 [_as_templates_take_it(message) for message in body["messages"]],
@@ -104,14 +132,11 @@ class PromptCounter:
         except Exception as error:  # a template raises what it likes: jinja's errors, and its writer's own
             words = plain(" ".join(str(error).split()), 200)
             return refuse("template_refused", "messages", f"the model's chat template doesn't take them ({words})")
-        if len(text) // self._longest_token > self._limits.context_length:
-            return -(-len(text) // self._longest_token)
-        return len(self._encode(text, body.get("add_special_tokens", False)))
+        return self._encode(text, body.get("add_special_tokens", False))
 
-    def _fit(self, field: str, length: int | Failure, body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
-        if isinstance(length, Failure):
-            return length
-        context = self._limits.context_length
+    def _fit(self, field: str, tokens: Sequence[int], body: dict[str, Any], endpoint: Endpoint) -> int | Failure:
+        """How many tokens of a prompt the engine takes."""
+        context, length = self._limits.context_length, len(tokens)
         if length == 0:
             return refuse("empty_prompt", field, "found a text that gives no token, expected a prompt of one at least")
         if (kept := body.get("truncate_prompt_tokens")) is not None:

@@ -12,12 +12,17 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.checks import Checks
+from pipelines.tokens import Prompt
 from schemas import tables
 from schemas.contract import known_fields, parse_strict
 from schemas.failures import Failure
+from schemas.fingerprint import fingerprint, is_deterministic
 from schemas.requests import Endpoint
-from schemas.rules import refuse
+from schemas.rules import max_tokens_of, refuse
 from schemas.shapes import Shaped, recognise, unknown_fields
+
+# Tokens expected of a chat that may go on to the end of the context: hardly one does.
+_UNBOUNDED_ANSWER = 256
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Validator:
     """Judges blocks of lines. `fill`: fields for the bodies that don't have them, as `--set` gives them."""
 
     checks: Checks
+    # What answers under a name (see `pipelines/identity.py`), "" standing for the model itself.
+    identities: Mapping[str, str] = field(default_factory=dict)
     endpoint: Endpoint | None = None
     fill: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
@@ -59,8 +66,25 @@ class Validator:
             # The line's own text where the body is all of it, so that it travels as it was written.
             "request": raw.decode() if body is value else _to_json(body),
             "extra": _to_json(shaped.extra) if shaped.extra else None,
-            "num_prompt_tokens": found,
+            **self._expected(body, shaped.endpoint, found),
             "unknown_fields": unknown,
+        }
+
+    def _expected(self, body: dict[str, Any], endpoint: Endpoint, prompt: Prompt) -> dict[str, Any]:
+        """What the plan needs to know of a request."""
+        identity = self.identities.get(body.get("model") or "") or self.identities.get("", "")
+        longest = max_tokens_of(body, endpoint)
+        if longest is None:
+            longest = _UNBOUNDED_ANSWER
+        num_prompts = len(given) if isinstance(given := body.get("prompt"), list) and _is_several(given) else 1
+        return {
+            "fingerprint": fingerprint(body, endpoint, identity),
+            "is_deterministic": is_deterministic(body),
+            "priority": int(body.get("priority") or 0),
+            "path": prompt.path,
+            "num_prompt_tokens": prompt.num_tokens,
+            "num_output_tokens": longest * int(body.get("n") or 1) * num_prompts,
+            "longest_answer": longest,
         }
 
     def _filled(self, shaped: Shaped) -> dict[str, Any]:
@@ -74,6 +98,10 @@ class Validator:
         near = difflib.get_close_matches(unknown[0], known_fields(shaped.endpoint), n=1)
         advice = f"Is {near[0]} meant?" if near else "Leave it out"
         return refuse("unknown_field", unknown[0], f"the schema has no such field, and --strict allows none. {advice}")
+
+
+def _is_several(prompt: list[Any]) -> bool:
+    return not isinstance(prompt[0], int | float)
 
 
 def _id_of_unknown(value: Any) -> str | None:

@@ -7,11 +7,13 @@ OUT/_work/<run id>/      spool, rejections and staged parts; removed after publi
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -19,12 +21,14 @@ import pyarrow.parquet as pq
 from pipelines.storage import Folder
 from schemas import tables
 from schemas.failures import UsageError
-from schemas.plans import Part, Plan
 
 PART_BYTES = 256 << 20
 ROW_GROUP_BYTES = 32 << 20
 _OWN_NAMES = {"runs", "_work", "manifest.json"}
-_INPUT_ORDER = [("source_index", "ascending"), ("source_line", "ascending")]
+# Staged parts that are read together.
+_PARTS_AT_ONCE = 64
+# Lines that a file may have, as far as a row's place in the order of the input is concerned.
+_MOST_LINES = 1 << 40
 
 
 def check_output(output: Folder) -> None:
@@ -50,19 +54,11 @@ class Stager:
         return 1 + max((int(name.partition("-")[0]) for name in names if name[0].isdigit()), default=0)
 
     def put(self, chunk: int, attempt: int, sequence: int, rows: pa.Table) -> str:
-        """Make rows (`tables.OUTCOMES`) durable; returns the part's name within the chunk."""
+        """Make rows (`tables.OUTCOMES`) durable; returns the part's path below the work folder."""
         name = f"{attempt:03d}-{sequence:05d}.parquet"
         with self._folder(chunk).create(name) as stream:
             pq.write_table(rows, stream, compression="zstd")
-        return name
-
-    def read(self, chunk: int, parts: Iterable[str]) -> pa.Table:
-        """The outcomes of one chunk, in input order."""
-        read = []
-        for part in parts:
-            with self._folder(chunk).open(part) as stream:
-                read.append(pq.read_table(stream).cast(tables.OUTCOMES))
-        return pa.concat_tables([tables.OUTCOMES.empty_table(), *read]).sort_by(_INPUT_ORDER)
+        return f"staged/{chunk:08d}/{name}"
 
     def _folder(self, chunk: int) -> Folder:
         return self.work.join("staged", f"{chunk:08d}")
@@ -76,36 +72,74 @@ class Published:
     files: list[dict[str, Any]]
 
 
-def publish_tables(
-    run: Folder,
-    plan: Plan,
-    stager: Stager,
-    staged: Mapping[int, tuple[str, ...]],
-    read_rejections: Callable[[Part], pa.Table],
-) -> Published:
-    """Write the three tables of a run in input order.
+def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> Published:
+    """Write the three tables of a run.
 
-    `staged`: the parts of each chunk. `read_rejections`: those of a block. Memory holds one chunk and a row group at
-    a time. Asserts that every row of the plan is one row of responses or errors.
+    `outcomes`: all of them in input order, as `sorted_outcomes` gives them. Memory holds one of its tables and a row
+    group at a time. Asserts that they are `num_rows` rows, each once.
     """
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(TableWriter(run, name, schema)) for name, schema in tables.PUBLISHED.items()
         }
-        for part in plan.parts:
-            failed = [read_rejections(part)]
-            for chunk in part.chunks:
-                outcomes = stager.read(chunk.number, staged[chunk.number])
-                _check_complete(outcomes, chunk.number, chunk.num_rows)
-                answered = outcomes.filter(pc.is_null(outcomes["reason"]))
-                writers["responses"].write(answered)
-                writers["usage"].write(answered)
-                failed.append(outcomes.filter(pc.is_valid(outcomes["reason"])).select(tables.REJECTIONS.names))
-            errors = pa.concat_tables([table.cast(tables.REJECTIONS) for table in failed]).sort_by(_INPUT_ORDER)
-            writers["errors"].write(errors)
-    num_rows = {name: writer.num_rows for name, writer in writers.items()}
-    assert num_rows["responses"] + num_rows["errors"] == plan.num_rows, (num_rows, plan.num_rows)
-    return Published(num_rows, [file for writer in writers.values() for file in writer.files])
+        for rows in _each_once(outcomes):
+            answered = rows.filter(pc.is_null(rows["reason"]))
+            writers["responses"].write(answered)
+            writers["usage"].write(answered)
+            writers["errors"].write(rows.filter(pc.is_valid(rows["reason"])))
+        written = {name: writer.num_rows for name, writer in writers.items()}
+        assert written["responses"] + written["errors"] == num_rows, (written, num_rows)
+    return Published(written, [file for writer in writers.values() for file in writer.files])
+
+
+def sorted_outcomes(work: Folder, parts: Sequence[str]) -> Iterator[pa.Table]:
+    """The rows of staged parts (paths below `work`) in input order, as tables of `tables.OUTCOMES` and their `place`.
+
+    Many parts are sorted by Ray Data; a few, here.
+    """
+    read = PartReader(work)
+    if len(parts) <= _PARTS_AT_ONCE:
+        yield read(pa.table({"parts": pa.array([list(parts)], pa.list_(pa.string()))})).sort_by("place")
+        return
+    import ray.data
+
+    items = [{"parts": parts[start : start + _PARTS_AT_ONCE]} for start in range(0, len(parts), _PARTS_AT_ONCE)]
+    staged = ray.data.from_items(items, override_num_blocks=len(items))
+    placed = staged.map_batches(read, batch_format="pyarrow", batch_size=1)
+    yield from placed.sort("place").iter_batches(batch_format="pyarrow", batch_size=None)
+
+
+@dataclass(frozen=True)
+class PartReader:
+    """The rows of staged parts, and the place of each in the order of the input."""
+
+    work: Folder
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        read = [tables.OUTCOMES.empty_table()]
+        for part in chain.from_iterable(batch["parts"].to_pylist()):
+            with self.work.open(part) as stream:
+                read.append(pq.read_table(stream).cast(tables.OUTCOMES))
+        rows = pa.concat_tables(read)
+        # A fault of a whole file stands behind its lines.
+        lines = pc.fill_null(rows["source_line"], _MOST_LINES - 1)
+        places = pc.add(pc.multiply(rows["source_index"].cast(pa.int64()), _MOST_LINES), lines)
+        return rows.append_column("place", places)
+
+
+def _each_once(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The tables as they are. Asserts that their rows are in order, and that no line comes twice."""
+    last = -1
+    for rows in outcomes:
+        if rows.num_rows:
+            places = np.concatenate([[last], rows["place"].to_numpy()])
+            steps = np.diff(places)
+            # A file may have several faults that are of no line.
+            is_line = rows["source_line"].is_valid().to_numpy()
+            assert (steps >= 0).all(), "the outcomes are not in input order"
+            assert (steps[is_line] > 0).all(), f"a row has two outcomes, at place {places[:-1][steps == 0][0]}"
+            last = int(places[-1])
+            yield rows
 
 
 def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> None:
@@ -115,11 +149,6 @@ def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> N
     run.write(data, "manifest.json")
     run.write(b"", "_SUCCESS")
     output.write(data, "manifest.json")
-
-
-def _check_complete(outcomes: pa.Table, chunk: int, num_rows: int) -> None:
-    distinct = outcomes.group_by(["source_index", "source_line"]).aggregate([]).num_rows
-    assert outcomes.num_rows == distinct == num_rows, f"chunk {chunk}: {num_rows} rows, {outcomes.num_rows} outcomes"
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What a run is going to do: made by plan, carried out by infer, published by write."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from schemas.requests import Tally
@@ -7,39 +8,64 @@ from schemas.requests import Tally
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The requests of one row group of a spool part."""
+    """Rows of a row group of a spool part, that one replica takes together."""
 
-    number: int
     part: str
     row_group: int
+    # The first of its rows in the row group, and how many they are; of these, the ones that an engine answers.
+    start: int
     num_rows: int
+    num_requests: int
+    # Lower is earlier.
+    priority: int
+    # The beginning that all its prompts share (`pipelines/prefixes.py`).
+    path: bytes
+    # In tokens of answers (`pipelines/order.py`); the most tokens of one answer.
+    work: float
+    longest: int
+    # Rows and work of each request in it, as arrays of 32 bits.
+    rows_each: bytes = b""
+    work_each: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One block of the input: its chunks of requests, and the file of its rejections where it has any."""
+@dataclass(slots=True)
+class Totals:
+    """What the accepted rows come to."""
 
-    name: str
-    chunks: tuple[Chunk, ...]
-    num_rejections: int
+    num_rows: int = 0
+    # Answered by an equal one's answer.
+    num_repeated: int = 0
+    prompt_tokens: int = 0
+    # Of the prompts' tokens: those of repeated rows, and those that the one before in the plan has as well.
+    repeated_tokens: int = 0
+    shared_tokens: int = 0
+    # Most tokens that the answers may have: of all rows, and of those that an engine answers.
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    # In tokens of answers, a prompt's counting for less; nothing of it found in a cache.
+    work: float = 0.0
+
+    def add(self, other: Mapping[str, float]) -> None:
+        for name, number in other.items():
+            setattr(self, name, getattr(self, name) + number)
+
+    @property
+    def saved_share(self) -> float:
+        """Of all the prompts' tokens, those that need not be computed when everything is found in the cache."""
+        return (self.repeated_tokens + self.shared_tokens) / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is going to do, in input order."""
+    """What a run is going to do, in the order in which it does it."""
 
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...] = ()
+    totals: Totals = field(default_factory=Totals)
     # What validation found: rows that failed, by reason, and fields that no schema knows, by name.
     validated: Tally = field(default_factory=Tally)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return [chunk for part in self.parts for chunk in part.chunks]
-
-    @property
-    def num_requests(self) -> int:
-        return sum(chunk.num_rows for chunk in self.chunks)
+    # Staged parts that hold the rejected rows.
+    rejections: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
-        return self.num_requests + self.validated.num_failed
+        return self.totals.num_rows + self.validated.num_failed

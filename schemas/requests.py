@@ -1,6 +1,6 @@
 """A request and what becomes of it: the records that pass through the engine's seam."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from schemas.failures import Failure
@@ -58,6 +58,13 @@ class Tally:
     num_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    # Rows that were answered by an equal one's answer, and the tokens of those answers that nobody computed.
+    num_deduplicated: int = 0
+    deduplicated_tokens: int = 0
+    # Prompt tokens that were found in the prefix cache.
+    cached_tokens: int = 0
+    # Of the work that the plan expected, what is done.
+    work: float = 0.0
     # Rows that ended at the default of 16 tokens without having asked for a number of tokens.
     num_cut_by_default: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
@@ -65,15 +72,20 @@ class Tally:
     unknown_fields: dict[str, int] = field(default_factory=dict)
 
     @property
+    def computed_tokens(self) -> int:
+        """Answer tokens that an engine generated."""
+        return self.completion_tokens - self.deduplicated_tokens
+
+    @property
     def num_done(self) -> int:
         return self.num_answered + self.num_failed
 
     def add(self, other: "Tally") -> None:
-        self.num_answered += other.num_answered
-        self.num_failed += other.num_failed
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.num_cut_by_default += other.num_cut_by_default
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.reasons, other.reasons), (self.unknown_fields, other.unknown_fields)):
             for name, number in theirs.items():
                 mine[name] = mine.get(name, 0) + number
+
+
+_NUMBERS = [field.name for field in fields(Tally) if field.type in (int, float)]

@@ -65,6 +65,8 @@ class RunSettings(InputSettings):
     output: str
     replicas: Annotated[int, Field(ge=1)] | None = None
     keep_work: bool = False
+    # Whether equal requests that must have the same answer are answered once.
+    dedup: bool = True
 
 
 def parse_engine_settings(pairs: list[str]) -> EngineSettings:

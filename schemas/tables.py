@@ -51,7 +51,7 @@ RESPONSES = _schema(
     ("finish_reason", _TEXTS, "why each choice ended"),
     ("created", pa.timestamp("ms", tz="UTC"), "when the response was made"),
     ("extra?", pa.string(), "the caller's own columns, JSON"),
-    ("fingerprint?", pa.string(), "hash of all that decides the answer"),
+    ("fingerprint?", pa.string(), "hash of all that decides the answer; equal where requests ask for the same"),
 )
 
 USAGE = _schema(
@@ -119,13 +119,39 @@ REQUESTS = pa.schema(
         pa.field("endpoint", pa.string()),
         pa.field("request", pa.large_string()),
         pa.field("extra", pa.string()),
+        RESPONSES.field("fingerprint"),
+        # What is expected of it, for the plan: tokens of its prompts, and most tokens of its answers.
         pa.field("num_prompt_tokens", pa.int64()),
+        pa.field("num_output_tokens", pa.int64()),
     ]
 )
 _FAULT_COLUMNS = ["stage", "status_code", "type", "reason", "param", "message", "raw", "attempts"]
 FAULTS = pa.schema([ERRORS.field(column).with_nullable(True) for column in _FAULT_COLUMNS])
-CHECKED = pa.schema([*REQUESTS, pa.field("unknown_fields", pa.list_(pa.string())), *FAULTS])
+CHECKED = pa.schema(
+    [
+        *REQUESTS,
+        # Lower is earlier.
+        pa.field("priority", pa.int64()),
+        # Where its prompt stands among all prompts (`pipelines/prefixes.py`).
+        pa.field("path", pa.binary()),
+        # Tokens of its longest answer, when it is as long as it may be.
+        pa.field("longest_answer", pa.int64()),
+        # Whether an equal request must have the same answer.
+        pa.field("is_deterministic", pa.bool_()),
+        pa.field("unknown_fields", pa.list_(pa.string())),
+        *FAULTS,
+    ]
+)
 REJECTIONS = pa.schema([_INDEX, *ERRORS])
+
+# plan spools these, in the order in which they are to be answered.
+SPOOLED = pa.schema(
+    [
+        *REQUESTS,
+        # Whether the row before it in the chunk asks for the same, and its answer is this one's.
+        pa.field("is_repeated", pa.bool_(), nullable=False),
+    ]
+)
 
 # infer stages these: an answer or a fault.
 _ANSWER_COLUMNS = [name for name in RESPONSES.names if name not in REQUESTS.names]

@@ -21,7 +21,8 @@ from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
 
 class DeterministicEngine:
     """Answers at once, or after `slow:<seconds>`; fails on `fail`; dies on `die`, and on `die:<file>` unless the file
-    is there, which it then is; takes the whole process with it on `exit`; answers with a NaN on `nan`."""
+    is there, which it then is; is late on `late:<file>` in the same way; takes the whole process with it on `exit`;
+    answers with a NaN on `nan`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -44,6 +45,11 @@ class DeterministicEngine:
         if "fail" in words:
             yield Failed(Failure(400, "asked_to_fail", "the prompt asks for a failure", "prompt"))
             return
+        for path in (Path(word.removeprefix("late:")) for word in words if word.startswith("late:")):
+            if not path.exists():
+                path.touch()
+                yield Failed(Failure(504, "deadline_exceeded", "too late"))
+                return
         await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
         choice = {"index": 0, "text": " ".join(reversed(words)), "finish_reason": "stop"}
         usage = {"prompt_tokens": len(words), "completion_tokens": len(words), "total_tokens": 2 * len(words)}

@@ -8,11 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.infer import Replica
-from pipelines.plan import CHUNK_ROWS
 from schemas import tables
 from schemas.failures import EngineUnusable, UsageError
 from tests.conftest import write_lines
 from tests.deterministic import DeterministicEngine, Starts
+
+# Rows of a chunk on CPUs, when the rows are short and one replica takes them.
+CHUNK_ROWS = 64
 
 
 def test_each_line_becomes_one_row_in_input_order(tmp_path, score):

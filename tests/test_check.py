@@ -97,4 +97,4 @@ def test_wrong_usage_is_one_line(tmp_path, arguments, words):
 def test_the_spool_knows_how_long_prompts_are(tmp_path, score):
     run = score(write_lines(tmp_path / "a.jsonl", GOOD, {"prompt": [1, 2]}), keep_work=True)
     (part,) = (run.output / "_work").glob("*/spool/*.parquet")
-    assert pq.read_table(part)["num_prompt_tokens"].to_pylist() == [3, 2]
+    assert pq.read_table(part)["num_prompt_tokens"].to_pylist() == [2, 3]

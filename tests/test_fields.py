@@ -372,7 +372,7 @@ def answer(engine, checks, endpoint, body):
     event = engine.submit(Request("field", endpoint, json.dumps(body)), lane="batch").result(timeout=300)
     assert isinstance(event, Answered), event
     # What was counted before the engine is what the engine counts.
-    assert event.usage["prompt_tokens"] == judged, body
+    assert event.usage["prompt_tokens"] == judged.num_tokens, body
     return event.body
 
 

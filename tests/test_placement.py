@@ -12,13 +12,13 @@ import pytest
 import ray
 
 from pipelines import batch
-from pipelines.plan import CHUNK_ROWS
 from schemas.failures import UsageError
 from schemas.settings import EngineSettings, RunSettings
 from tests.conftest import Silence, write_lines
 from tests.deterministic import DeterministicEngine, Starts
 
 NUM_GPUS = 4
+NUM_ROWS = 32
 # By name: what a run is told, and how many engines are to start for it.
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "one GPU each": ({}, 4),
@@ -42,7 +42,7 @@ def run_all(folder: Path) -> None:
     """Every one of RUNS, on a Ray of this process's own."""
     ray.init(address="local", num_cpus=NUM_GPUS, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
     # Some chunks for each engine: none is started without work.
-    path = write_lines(folder / "a.jsonl", *({"prompt": f"row {n}"} for n in range(2 * NUM_GPUS * CHUNK_ROWS)))
+    path = write_lines(folder / "a.jsonl", *({"prompt": f"row {n}"} for n in range(2 * NUM_GPUS * NUM_ROWS)))
     for name, (settings, num_engines) in RUNS.items():
         meeting, output = folder / name / "meeting", folder / name / "out"
         meeting.mkdir(parents=True)
@@ -64,7 +64,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[list[
     assert process.exitcode == 0
     for name in RUNS:
         manifest = json.loads((folder / name / "out" / "manifest.json").read_text())
-        assert manifest["rows"]["responses"] == 2 * NUM_GPUS * CHUNK_ROWS
+        assert manifest["rows"]["responses"] == 2 * NUM_GPUS * NUM_ROWS
     return {name: [file.read_text().split(",") for file in (folder / name / "meeting").iterdir()] for name in RUNS}
 
 

@@ -64,7 +64,7 @@ def send(tmp_path_factory):
         event = engine.submit(Request("r", endpoint, json.dumps(body)), lane="batch").result(timeout=300)
         assert isinstance(event, Answered), event
         if body.get("prompt_embeds") is None:
-            assert event.usage["prompt_tokens"] == judged
+            assert event.usage["prompt_tokens"] == judged.num_tokens
         return event.body["choices"][0]
 
     yield send

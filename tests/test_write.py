@@ -55,10 +55,13 @@ def test_each_attempt_at_a_chunk_has_a_number_of_its_own(tmp_path):
 
 
 def test_staged_parts_come_back_in_input_order(tmp_path):
-    stager = write.Stager(Folder.at(str(tmp_path)))
-    parts = [stager.put(0, 1, 0, outcomes(5, 2)), stager.put(0, 1, 1, outcomes(9, 1))]
-    assert stager.read(0, parts)["source_line"].to_pylist() == [1, 2, 5, 9]
-    assert stager.read(0, []).schema == tables.OUTCOMES
+    work = Folder.at(str(tmp_path))
+    stager = write.Stager(work)
+    parts = [stager.put(3, 1, 0, outcomes(5, 2)), stager.put(0, 1, 0, outcomes(9, 1))]
+    (rows,) = write.sorted_outcomes(work, parts)
+    assert rows["source_line"].to_pylist() == [1, 2, 5, 9]
+    (none,) = write.sorted_outcomes(work, [])
+    assert none.num_rows == 0
 
 
 def test_parts_and_row_groups_are_right_sized(tmp_path, monkeypatch):
@@ -84,11 +87,17 @@ def test_a_table_whose_writing_fails_leaves_no_part(tmp_path):
     assert list((tmp_path / "responses").iterdir()) == []
 
 
-def test_a_missing_or_repeated_row_is_never_published():
-    with pytest.raises(AssertionError, match="chunk 3: 2 rows, 1 outcomes"):
-        write._check_complete(outcomes(1), 3, 2)
-    with pytest.raises(AssertionError, match="chunk 3: 2 rows, 2 outcomes"):
-        write._check_complete(outcomes(1, 1), 3, 2)
+def test_a_missing_or_repeated_row_is_never_published(tmp_path):
+    work, run = Folder.at(str(tmp_path / "work")), Folder.at(str(tmp_path / "run"))
+    stager = write.Stager(work)
+    one, other = stager.put(0, 1, 0, outcomes(1, 2)), stager.put(1, 1, 0, outcomes(3, 2))
+    with pytest.raises(AssertionError, match="3"):
+        write.publish_tables(run, write.sorted_outcomes(work, [one]), 3)
+    with pytest.raises(AssertionError, match="a row has two outcomes"):
+        write.publish_tables(run, write.sorted_outcomes(work, [one, other]), 4)
+    with pytest.raises(AssertionError, match="not in input order"):
+        write.publish_tables(run, [*write.sorted_outcomes(work, [other]), *write.sorted_outcomes(work, [one])], 4)
+    assert list((tmp_path / "run").rglob("*.parquet")) == []
 
 
 def test_an_output_below_a_file_is_refused(tmp_path):
