@@ -68,7 +68,8 @@ def check(
 
 def run(settings: "InputSettings", as_json: bool) -> int:
     """Carry a check out, and return its exit status."""
-    from jobs.console import RunView, print_report
+    from jobs.console import RunView
+    from jobs.reports import print_report
     from pipelines import check as checking
 
     with RunView() as view:

@@ -1,11 +1,12 @@
 """`overnight <verb>`: every verb behind one command."""
 
-from jobs import check, export, score
+from jobs import check, export, score, status
 from jobs.config import CONTEXT, make_app
 
 app = make_app()
 app.command("score", context_settings=CONTEXT)(score.score)
 app.command("check", context_settings=CONTEXT)(check.check)
+app.command("status", context_settings=CONTEXT)(status.status)
 app.command("export", context_settings=CONTEXT)(export.export)
 
 

@@ -66,6 +66,18 @@ Sample = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Let vLLM and Ray log.")]
 
+NoDedup = Annotated[
+    bool,
+    typer.Option("--no-dedup", help="Compute equal requests (greedy, seeded or beams) each, not once for all of them."),
+]
+Price = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FIELD=VALUE",
+        help="A price: prompt, completion, cached (each a million tokens) or replica_hour. Repeatable.",
+    ),
+]
+
 _ENDPOINTS: "Mapping[str, Endpoint]" = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",

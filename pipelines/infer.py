@@ -405,6 +405,7 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         completion_tokens=usage["completion_tokens"],
         num_deduplicated=int(row["is_repeated"]),
         deduplicated_tokens=usage["completion_tokens"] if row["is_repeated"] else 0,
+        deduplicated_prompt_tokens=usage["prompt_tokens"] if row["is_repeated"] else 0,
         cached_tokens=0 if row["is_repeated"] else cached,
         work=_work_of(row),
         num_cut_by_default=int(

@@ -218,6 +218,17 @@ class StatusFile:
             log.debug("the status file wasn't written", exc_info=True)
 
 
+def read_status(output: Folder) -> dict[str, Any] | None:
+    """What the newest run into a folder says of itself; None where none is under way there."""
+    for run_id in reversed(output.join("_work").names()):
+        work = output.join("_work", run_id)
+        if "status.json" in work.names():
+            with work.open("status.json") as stream:
+                said: dict[str, Any] = json.load(stream)
+            return said
+    return None
+
+
 def describe(now: Progress) -> dict[str, Any]:
     """Progress as the status file holds it; times in seconds."""
     return {

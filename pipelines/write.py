@@ -151,6 +151,15 @@ def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> N
     output.write(data, "manifest.json")
 
 
+def read_manifest(output: Folder) -> dict[str, Any] | None:
+    """The newest published run's manifest; None where there is none."""
+    if "manifest.json" not in output.names():
+        return None
+    with output.open("manifest.json") as stream:
+        manifest: dict[str, Any] = json.load(stream)
+    return manifest
+
+
 @dataclass
 class TableWriter:
     """One published table: right-sized parts in the order of what is written, at least one even without rows."""

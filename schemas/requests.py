@@ -58,9 +58,10 @@ class Tally:
     num_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    # Rows that were answered by an equal one's answer, and the tokens of those answers that nobody computed.
+    # Rows that were answered by an equal one's answer, and the tokens that nobody computed.
     num_deduplicated: int = 0
     deduplicated_tokens: int = 0
+    deduplicated_prompt_tokens: int = 0
     # Prompt tokens that were found in the prefix cache.
     cached_tokens: int = 0
     # Of the work that the plan expected, what is done.

@@ -1,6 +1,7 @@
 """Settings: frozen, with bounds, checked when made. The same names in flags, in the YAML file, in the environment."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -11,6 +12,9 @@ from schemas.requests import Endpoint
 
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+_S = TypeVar("_S", bound=Settings)
 
 
 class EngineSettings(Settings):
@@ -59,6 +63,15 @@ class InputSettings(Settings):
     verbose: bool = False
 
 
+class Prices(Settings):
+    """What a run costs. Tokens: by the million; all in one currency, whichever it is."""
+
+    prompt: float = Field(0.0, ge=0, description="A million prompt tokens.")
+    completion: float = Field(0.0, ge=0, description="A million answer tokens.")
+    cached: float | None = Field(None, ge=0, description="A million prompt tokens found in the cache; as prompt.")
+    replica_hour: float = Field(0.0, ge=0, description="An hour of one replica.")
+
+
 class RunSettings(InputSettings):
     """One run of the batch door."""
 
@@ -67,6 +80,8 @@ class RunSettings(InputSettings):
     keep_work: bool = False
     # Whether equal requests that must have the same answer are answered once.
     dedup: bool = True
+    # None: nobody asks what it costs.
+    prices: Prices | None = None
 
 
 def parse_engine_settings(pairs: list[str]) -> EngineSettings:
@@ -74,20 +89,35 @@ def parse_engine_settings(pairs: list[str]) -> EngineSettings:
 
     Raises UsageError that names the field, what was found, and what is allowed.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(_parse_pairs(pairs, "--engine", "max_num_seqs=64"))
+    if "allow" in values:
+        values["allow"] = tuple(name.strip() for name in values["allow"].split(",") if name.strip())
+    return _make(EngineSettings, values, "--engine", "setting")
+
+
+def parse_prices(pairs: list[str]) -> Prices | None:
+    """Prices from `FIELD=VALUE` pairs, as `--price` takes them; None without any. Raises UsageError."""
+    values = _parse_pairs(pairs, "--price", "completion=0.60")
+    return _make(Prices, values, "--price", "price") if values else None
+
+
+def _parse_pairs(pairs: list[str], flag: str, example: str) -> dict[str, str]:
+    values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise UsageError(f"--engine {pair}: expected FIELD=VALUE, such as --engine max_num_seqs=64")
+            raise UsageError(f"{flag} {pair}: expected FIELD=VALUE, such as {flag} {example}")
         values[name.strip()] = value.strip()
-    if "allow" in values:
-        values["allow"] = tuple(name.strip() for name in values["allow"].split(",") if name.strip())
+    return values
+
+
+def _make(kind: type[_S], values: Mapping[str, Any], flag: str, noun: str) -> _S:
     try:
-        return EngineSettings(**values)
+        return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            known = ", ".join(EngineSettings.model_fields)
-            raise UsageError(f"--engine {name}: no such setting. There are: {known}") from None
-        raise UsageError(f"--engine {name}={values[name]}: {first['msg'].lower()}") from None
+            known = ", ".join(kind.model_fields)
+            raise UsageError(f"{flag} {name}: no such {noun}. There are: {known}") from None
+        raise UsageError(f"{flag} {name}={values[name]}: {first['msg'].lower()}") from None

@@ -6,9 +6,10 @@ import re
 import pytest
 from rich.console import Console
 
-from jobs import console
+from jobs import console, reports
 from pipelines.batch import Summary
 from pipelines.progress import Progress
+from schemas.plans import Totals
 from schemas.requests import Tally
 
 
@@ -18,7 +19,7 @@ def summary(**changes):
 
 
 def test_paths_are_shown_as_they_are(capsys):
-    console.print_summary(summary(totals=Tally(num_answered=1), num_rows=1))
+    reports.print_summary(summary(totals=Tally(num_answered=1), num_rows=1))
     out = capsys.readouterr().out
     assert "files   out[nightly]/runs/1" in out
     assert "duckdb -c \"FROM 'out[nightly]/runs/1/responses/*.parquet'" in out
@@ -27,7 +28,7 @@ def test_paths_are_shown_as_they_are(capsys):
 
 def test_failures_are_told_by_reason_most_frequent_first(capsys):
     totals = Tally(num_answered=1, num_failed=5, reasons={"schema": 1, "invalid_json": 4}, num_cut_by_default=1)
-    console.print_summary(summary(totals=totals, num_rows=6))
+    reports.print_summary(summary(totals=totals, num_rows=6))
     out = capsys.readouterr().out
     assert re.search(r"6: 1 answered, 5 failed\s+4 invalid_json\s+1 schema", out)
     assert "1 answer was cut at 16 tokens" in out and "errors/*.parquet" in out
@@ -36,12 +37,22 @@ def test_failures_are_told_by_reason_most_frequent_first(capsys):
 @pytest.mark.parametrize(
     ("now", "words"),
     [
-        (Progress(100), "0 in flight, 0 tokens/s"),
+        (Progress(Totals(100)), "0 in flight, 0 tokens/s"),
         (
-            Progress(100, Tally(num_answered=40, num_failed=10, completion_tokens=900), 7, elapsed_s=30),
+            Progress(
+                Totals(100, work=2_000),
+                Tally(num_answered=40, num_failed=10, work=1_000),
+                num_in_flight=7,
+                elapsed_s=30,
+                tokens_per_s=30,
+            ),
             "10 failed, 7 in flight, 30 tokens/s, 0:30 left",
         ),
-        (Progress(10**6, Tally(num_answered=20_000), elapsed_s=100), "0 in flight, 0 tokens/s, 1:21:40 left"),
+        (
+            Progress(Totals(10**6, work=10**6), Tally(num_answered=20_000, work=20_000), elapsed_s=100),
+            "0 in flight, 0 tokens/s, 1:21:40 left",
+        ),
+        (Progress(Totals(9), num_in_flight=1, oldest=[("a:1", 75.0)]), "1 in flight, 0 tokens/s, oldest 1:15"),
     ],
 )
 def test_progress_in_words(now, words):
@@ -52,10 +63,29 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_lines(monkeypatch, capsys):
     view = console.RunView()
     with view:
         view.phase("checking 1 file")
-        view.progress(Progress(10, Tally(num_answered=5), 5, num_replicas_up=1, elapsed_s=1))
+        view.progress(Progress(Totals(10), Tally(num_answered=5), 5, num_replicas_up=1, elapsed_s=1))
     assert "checking 1 file" in capsys.readouterr().err
     screen = io.StringIO()
     monkeypatch.setattr(console, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
     with console.RunView() as view:
-        view.progress(Progress(10, Tally(num_answered=5), 5, num_replicas_up=1, elapsed_s=1))
+        view.progress(Progress(Totals(10), Tally(num_answered=5), 5, num_replicas_up=1, elapsed_s=1))
     assert "5/10" in screen.getvalue() and "━" in screen.getvalue()
+
+
+def test_a_stall_is_told_with_the_rows_that_wait_and_not_every_second(capsys):
+    stalled = Progress(Totals(10), num_replicas_up=1, stalled=[("in.jsonl:7", 80.0), ("in.jsonl:9", 70.0)])
+    with console.RunView() as view:
+        view.progress(stalled)
+        view.progress(stalled)
+    told = [line for line in capsys.readouterr().err.splitlines() if "stalled" in line]
+    assert len(told) == 1 and "in.jsonl:7 (1:20), in.jsonl:9 (1:10)" in told[0]
+
+
+def test_a_summary_tells_what_the_plan_saved_and_what_it_cost(capsys):
+    totals = Tally(
+        num_answered=9, num_deduplicated=3, prompt_tokens=120, deduplicated_prompt_tokens=20, cached_tokens=50
+    )
+    reports.print_summary(summary(totals=totals, num_rows=9, cost=1234.5))
+    out = capsys.readouterr().out
+    assert "3 rows answered by an equal one's answer" in out and "50% of the prompts' tokens" in out
+    assert "cost    1,234.50" in out

@@ -23,6 +23,7 @@ COMMANDS = re.findall(r"^\$ (.+)$", README, re.MULTILINE)
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("overnight score")])
 def test_its_commands_are_taken(command, monkeypatch):
     monkeypatch.setattr(score, "run", lambda settings, allow_errors: 0)
+    monkeypatch.setattr(score, "forecast", lambda settings: 0)
     result = CliRunner().invoke(score.app, shlex.split(command)[2:])
     assert result.exit_code == 0, result.output
 

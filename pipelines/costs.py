@@ -1,0 +1,75 @@
+"""Costs: what a run has cost, and what one is going to take, by an earlier run of the same model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.order import PROMPT_COST
+from schemas.plans import Totals
+from schemas.requests import Tally
+from schemas.settings import Prices
+
+_MILLION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What an earlier run of the same model tells: of its answers, and of its speed."""
+
+    run_id: str
+    # Tokens of its answers, of those that they might have had.
+    answer_share: float
+    # Work (`pipelines/order.py`) that a replica did in a second.
+    work_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a plan is going to take. Tokens are at most so many where no earlier run tells; seconds are then unknown."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    seconds: float | None = None
+    cost: float | None = None
+
+
+def cost_of(tally: Tally, prices: Prices, replica_hours: float) -> float:
+    """What has been computed, at these prices. Rows that were answered by another's answer cost nothing."""
+    prompt_tokens = tally.prompt_tokens - tally.deduplicated_prompt_tokens
+    return _cost(prices, prompt_tokens, tally.cached_tokens, tally.computed_tokens, replica_hours)
+
+
+def experience_of(manifest: Mapping[str, Any] | None, identities: Mapping[str, str]) -> Experience | None:
+    """What a run's manifest tells; None where there is none, of another model, or one that computed nothing."""
+    if manifest is None:
+        return None
+    plan, seconds = manifest.get("plan", {}), manifest["timings_s"]["infer"] * manifest.get("replicas", 0)
+    is_same = manifest["model"].get("identities", {}).get("") == identities.get("")
+    if not is_same or not seconds or not plan.get("computed_tokens"):
+        return None
+    answer_tokens = manifest["usage"]["completion_tokens"] - plan["deduplicated_tokens"]
+    prompt_tokens = plan["prompt_tokens"] - plan["repeated_tokens"] - plan["cached_tokens"]
+    work = answer_tokens + PROMPT_COST * prompt_tokens
+    return Experience(manifest["run_id"], min(1.0, answer_tokens / plan["computed_tokens"]), work / seconds)
+
+
+def estimate(totals: Totals, num_replicas: int, experience: Experience | None, prices: Prices | None) -> Estimate:
+    """What a plan is going to take on so many replicas."""
+    asked = totals.prompt_tokens - totals.repeated_tokens
+    share = experience.answer_share if experience is not None else 1.0
+    answers = round(totals.computed_tokens * share)
+    seconds = None
+    if experience is not None and experience.work_per_s:
+        work = answers + PROMPT_COST * (asked - totals.shared_tokens)
+        seconds = work / experience.work_per_s / max(1, num_replicas)
+    cost = None
+    if prices is not None and (seconds is not None or not prices.replica_hour):
+        cost = _cost(prices, asked, totals.shared_tokens, answers, num_replicas * (seconds or 0.0) / 3600)
+    return Estimate(asked, totals.shared_tokens, answers, seconds, cost)
+
+
+def _cost(prices: Prices, prompt: int, cached: int, completion: int, replica_hours: float) -> float:
+    for_cached = prices.prompt if prices.cached is None else prices.cached
+    tokens = (prompt - cached) * prices.prompt + cached * for_cached + completion * prices.completion
+    return round(tokens / _MILLION + replica_hours * prices.replica_hour, 6)
