@@ -108,3 +108,24 @@ def test_a_chat_needs_room_for_one_token_at_least(counter):
     assert chat(10, max_tokens=32 - length).num_tokens == length
     assert "an answer of one token at least" in chat(40).message
     assert chat(10, chat_template_kwargs={"tools": []}).reason == "template_refused"
+
+
+def test_prompts_are_placed_by_what_the_engine_will_see_of_them(counter):
+    from pipelines.prefixes import path_of
+
+    wide = PromptCounter(counter._path, ModelLimits(("m",), 8192, 49152, 20, 128, 32, adapter_names=("formal",)))
+
+    def place(**body):
+        return wide.count(body, "/v1/completions").path
+
+    tokens = list(range(100, 200))
+    assert place(prompt=tokens) == path_of(tokens, "\0")
+    assert place(prompt=[tokens, [1]]) == path_of(tokens, "\0")
+    assert place(prompt=tokens, truncate_prompt_tokens=40) == path_of(tokens[-40:], "\0")
+    assert place(prompt=tokens, truncate_prompt_tokens=40, truncation_side="right") == path_of(tokens[:40], "\0")
+    # Another cache is another root.
+    apart = [place(prompt=tokens, **own) for own in ({}, {"model": "formal"}, {"cache_salt": "s"})]
+    assert len({path[:4] for path in apart}) == 3
+    assert place(prompt=tokens, model="m") == apart[0]
+    text = "word " * 100
+    assert place(prompt=text) == path_of(wide._encode(text, True), "\0") and len(place(prompt=text)) > 8
