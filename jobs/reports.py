@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.console import clock
-from pipelines.batch import Summary
 from pipelines.check import Report
 from pipelines.forecast import Forecast
+from pipelines.manifest import Summary
 from schemas.rules import plain
 
 # Refused lines, and names of unknown fields, that are shown.
@@ -138,6 +138,13 @@ def print_summary(summary: Summary) -> None:
     table.add_row("rows", f"{summary.num_rows:,}: {totals.num_answered:,} answered, {totals.num_failed:,} failed")
     _add_counts(table, totals.reasons)
     table.add_row("tokens", f"{totals.prompt_tokens:,} in, {totals.completion_tokens:,} out")
+    if summary.is_repeat:
+        table.add_row("", "finished before, and nothing has changed: --restart runs it anew")
+        table.add_row("files", summary.folder)
+        console.print(table)
+        return
+    if (before := totals.num_done - summary.now.num_done - summary.num_refused) > 0:
+        table.add_row("", f"{before:,} of them before the run was broken off")
     if totals.num_deduplicated:
         table.add_row("saved", f"{totals.num_deduplicated:,} rows answered by an equal one's answer")
     if totals.cached_tokens:

@@ -48,11 +48,19 @@ def score(
         bool,
         typer.Option("--allow-errors", help="Exit with 0 though rows failed, when one at least was answered."),
     ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, whatever stands in the output folder; published runs stay.")
+    ] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Go on with a run, and try the rows again that failed in the engine.")
+    ] = False,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep spool and staged parts below _work/.")] = False,
     verbose: options.Verbose = False,
     config: ConfigOption = None,
 ) -> None:
     """Answer every line of JSONL files of completion requests, and publish responses, usage and errors as Parquet.
+
+    The same command goes on where a run was broken off, and does nothing where it is finished.
 
     While it runs, `overnight status --output …` tells how far it is.
 
@@ -81,13 +89,15 @@ def score(
             output=output,
             replicas=_parse_replicas(replicas),
             keep_work=keep_work,
+            restart=restart,
+            retry_errors=retry_errors,
             dedup=not no_dedup,
             prices=parse_prices(price or []),
             **shared,
         )
         return forecast(settings) if dry_run else run(settings, allow_errors)
 
-    raise typer.Exit(carry_out(work, "; nothing was published"))
+    raise typer.Exit(carry_out(work, "; what is finished is kept: the same command goes on from there"))
 
 
 def run(settings: "RunSettings", allow_errors: bool) -> int:

@@ -44,14 +44,15 @@ def experience_of(manifest: Mapping[str, Any] | None, identities: Mapping[str, s
     """What a run's manifest tells; None where there is none, of another model, or one that computed nothing."""
     if manifest is None:
         return None
-    plan, seconds = manifest.get("plan", {}), manifest["timings_s"]["infer"] * manifest.get("replicas", 0)
-    is_same = manifest["model"].get("identities", {}).get("") == identities.get("")
-    if not is_same or not seconds or not plan.get("computed_tokens"):
+    computed, seconds = manifest["computed"], manifest["timings_s"]["infer"] * manifest["replicas"]
+    is_same = manifest["model"]["identities"].get("") == identities.get("")
+    if not is_same or not seconds or not computed["completion_tokens"]:
         return None
-    answer_tokens = manifest["usage"]["completion_tokens"] - plan["deduplicated_tokens"]
-    prompt_tokens = plan["prompt_tokens"] - plan["repeated_tokens"] - plan["cached_tokens"]
-    work = answer_tokens + PROMPT_COST * prompt_tokens
-    return Experience(manifest["run_id"], min(1.0, answer_tokens / plan["computed_tokens"]), work / seconds)
+    work = computed["completion_tokens"] + PROMPT_COST * (computed["prompt_tokens"] - computed["cached_tokens"])
+    # What was expected of the same rows: all their work but that of their prompts.
+    at_most = computed["work"] - PROMPT_COST * computed["prompt_tokens"]
+    share = computed["completion_tokens"] / max(computed["completion_tokens"], at_most)
+    return Experience(manifest["run_id"], share, work / seconds)
 
 
 def estimate(totals: Totals, num_replicas: int, experience: Experience | None, prices: Prices | None) -> Estimate:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from pipelines import batch, cluster, costs, write
 from pipelines.costs import Estimate, Experience
+from pipelines.placement import place
+from pipelines.prepare import prepare
 from pipelines.progress import Show
 from schemas.plans import Totals
 from schemas.requests import Tally
@@ -26,11 +28,11 @@ class Forecast:
 
 def forecast(settings: RunSettings, show: Show) -> Forecast:
     """Check and plan as a run would; no engine is started, and nothing of it is left. Raises UsageError."""
-    prepared = batch.prepare(settings, show)
+    prepared = prepare(settings, show)
     show.phase("starting Ray")
     try:
         with cluster.connected(settings.verbose):
-            placement = batch.place(settings)
+            placement = place(settings)
             planned = batch.make_plan(settings, prepared, placement, show)
     finally:
         prepared.work.remove()

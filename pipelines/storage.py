@@ -1,5 +1,7 @@
 """Files and object stores behind one face (fsspec), with writes that appear whole or not at all."""
 
+import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from schemas.failures import UsageError
+
+log = logging.getLogger("overnight.storage")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ class Folder:
             return []
         return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
 
+    def is_folder(self) -> bool:
+        fs, root = self._store
+        return bool(fs.isdir(root))
+
     def remove(self) -> None:
         fs, root = self._store
         if fs.exists(root):
@@ -85,6 +93,33 @@ class Folder:
         with self.create(*parts) as stream:
             stream.write(data)
 
+    def create_once(self, data: bytes, name: str) -> bool:
+        """Write a small file unless there is one of this name: whether it was written.
+
+        Two that do so at once can't both succeed, on a disk and in a store with conditional writes; in another store
+        they can, which is logged.
+        """
+        fs, root = self._store
+        if self.is_local:
+            return _create_local_once(Path(_join(root, name)), data)
+        fs.invalidate_cache()
+        if fs.exists(_join(root, name)):
+            return False
+        try:
+            fs.pipe_file(_join(root, name), data, mode="create")
+        except FileExistsError:
+            return False
+        except (NotImplementedError, TypeError):
+            log.warning("%s has no conditional write: two runs that begin at once are not told apart", self.typed)
+            fs.pipe_file(_join(root, name), data)
+        return True
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file that may be there."""
+        fs, root = self._store
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm_file(_join(root, name))
+
     def check_writable(self) -> None:
         """Write a small file below and remove it. Raises UsageError that names the folder and the store's answer."""
         name = f".probe-{uuid.uuid4().hex}"
@@ -114,6 +149,20 @@ def _create_local(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         hidden.unlink(missing_ok=True)
         raise
+
+
+def _create_local_once(path: Path, data: bytes) -> bool:
+    """A link to a file that is whole already can be made once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        hidden.write_bytes(data)
+        path.hardlink_to(hidden)
+    except FileExistsError:
+        return False
+    finally:
+        hidden.unlink(missing_ok=True)
+    return True
 
 
 def is_remote(spec: str) -> bool:

@@ -27,6 +27,8 @@ ROW_GROUP_BYTES = 32 << 20
 _OWN_NAMES = {"runs", "_work", "manifest.json"}
 # Staged parts that are read together.
 _PARTS_AT_ONCE = 64
+# What staged rows are sorted by: place in the input, and attempt.
+_ORDER = [("place", "ascending"), ("try", "ascending")]
 # Lines that a file may have, as far as a row's place in the order of the input is concerned.
 _MOST_LINES = 1 << 40
 
@@ -48,10 +50,19 @@ class Stager:
 
     work: Folder
 
-    def begin(self, chunk: int) -> int:
-        """The number of a new attempt at a chunk: one more than the newest that left a part."""
-        names = self._folder(chunk).names()
-        return 1 + max((int(name.partition("-")[0]) for name in names if name[0].isdigit()), default=0)
+    def chunks(self) -> set[int]:
+        """Those that have staged rows."""
+        return {int(name) for name in self.work.join("staged").names()}
+
+    def begin(self, chunk: int) -> tuple[int, list[str], pa.Table]:
+        """A new attempt at a chunk: its number, the parts that earlier ones left, and the rows in these, each once.
+
+        The number is one more than the newest that left a part.
+        """
+        names = [name for name in self._folder(chunk).names() if name[0].isdigit()]
+        parts = [f"staged/{chunk:08d}/{name}" for name in names]
+        rows = read_parts(self.work, parts)
+        return 1 + max((int(name.partition("-")[0]) for name in names), default=0), parts, rows
 
     def put(self, chunk: int, attempt: int, sequence: int, rows: pa.Table) -> str:
         """Make rows (`tables.OUTCOMES`) durable; returns the part's path below the work folder."""
@@ -75,14 +86,14 @@ class Published:
 def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> Published:
     """Write the three tables of a run.
 
-    `outcomes`: all of them in input order, as `sorted_outcomes` gives them. Memory holds one of its tables and a row
-    group at a time. Asserts that they are `num_rows` rows, each once.
+    `outcomes`: all of them in input order, each once, as `sorted_outcomes` gives them. Memory holds one of its tables
+    and a row group at a time. Asserts that they are `num_rows` rows.
     """
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(TableWriter(run, name, schema)) for name, schema in tables.PUBLISHED.items()
         }
-        for rows in _each_once(outcomes):
+        for rows in outcomes:
             answered = rows.filter(pc.is_null(rows["reason"]))
             writers["responses"].write(answered)
             writers["usage"].write(answered)
@@ -93,53 +104,73 @@ def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> 
 
 
 def sorted_outcomes(work: Folder, parts: Sequence[str]) -> Iterator[pa.Table]:
-    """The rows of staged parts (paths below `work`) in input order, as tables of `tables.OUTCOMES` and their `place`.
+    """The rows of staged parts (paths below `work`) in input order, each once, in tables with the columns of
+    `tables.OUTCOMES`.
 
     Many parts are sorted by Ray Data; a few, here.
     """
-    read = PartReader(work)
     if len(parts) <= _PARTS_AT_ONCE:
-        yield read(pa.table({"parts": pa.array([list(parts)], pa.list_(pa.string()))})).sort_by("place")
+        yield read_parts(work, parts)
         return
     import ray.data
 
     items = [{"parts": parts[start : start + _PARTS_AT_ONCE]} for start in range(0, len(parts), _PARTS_AT_ONCE)]
     staged = ray.data.from_items(items, override_num_blocks=len(items))
-    placed = staged.map_batches(read, batch_format="pyarrow", batch_size=1)
-    yield from placed.sort("place").iter_batches(batch_format="pyarrow", batch_size=None)
+    placed = staged.map_batches(PartReader(work), batch_format="pyarrow", batch_size=1)
+    ordered = placed.sort([name for name, _ in _ORDER])
+    yield from _newest(ordered.iter_batches(batch_format="pyarrow", batch_size=None))
 
 
 @dataclass(frozen=True)
 class PartReader:
-    """The rows of staged parts, and the place of each in the order of the input."""
+    """The rows of staged parts, with the place of each in the order of the input and the number of its attempt."""
 
     work: Folder
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        read = [tables.OUTCOMES.empty_table()]
-        for part in chain.from_iterable(batch["parts"].to_pylist()):
-            with self.work.open(part) as stream:
-                read.append(pq.read_table(stream).cast(tables.OUTCOMES))
-        rows = pa.concat_tables(read)
-        # A fault of a whole file stands behind its lines.
-        lines = pc.fill_null(rows["source_line"], _MOST_LINES - 1)
-        places = pc.add(pc.multiply(rows["source_index"].cast(pa.int64()), _MOST_LINES), lines)
-        return rows.append_column("place", places)
+        return _placed(self.work, list(chain.from_iterable(batch["parts"].to_pylist())))
 
 
-def _each_once(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The tables as they are. Asserts that their rows are in order, and that no line comes twice."""
-    last = -1
-    for rows in outcomes:
-        if rows.num_rows:
-            places = np.concatenate([[last], rows["place"].to_numpy()])
-            steps = np.diff(places)
-            # A file may have several faults that are of no line.
-            is_line = rows["source_line"].is_valid().to_numpy()
-            assert (steps >= 0).all(), "the outcomes are not in input order"
-            assert (steps[is_line] > 0).all(), f"a row has two outcomes, at place {places[:-1][steps == 0][0]}"
-            last = int(places[-1])
-            yield rows
+def read_parts(work: Folder, parts: Sequence[str]) -> pa.Table:
+    """The rows of staged parts in input order, as `tables.OUTCOMES`; of one with several outcomes, the newest."""
+    rows = _placed(work, parts).sort_by(_ORDER)
+    if rows.num_rows:
+        places = rows["place"].to_numpy()
+        is_newest = np.append(places[1:] != places[:-1], True)
+        rows = rows.filter(pa.array(is_newest | ~rows["source_line"].is_valid().to_numpy()))
+    return rows.select(tables.OUTCOMES.names)
+
+
+def _placed(work: Folder, parts: Sequence[str]) -> pa.Table:
+    read = [tables.OUTCOMES.empty_table()]
+    for part in parts:
+        with work.open(part) as stream:
+            read.append(pq.read_table(stream).cast(tables.OUTCOMES))
+    rows = pa.concat_tables(read)
+    # A fault of a whole file stands behind its lines.
+    lines = pc.fill_null(rows["source_line"], _MOST_LINES - 1)
+    places = pc.add(pc.multiply(rows["source_index"].cast(pa.int64()), _MOST_LINES), lines)
+    tries = pc.fill_null(pc.coalesce(rows["attempt"], rows["attempts"]), 0)
+    return rows.append_column("place", places).append_column("try", tries)
+
+
+def _newest(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Of a row with several outcomes, the newest: that of an attempt which superseded another. Asserts the order."""
+    held: pa.Table | None = None
+    for table in outcomes:
+        if not table.num_rows:
+            continue
+        # The last row waits for the next table: the same place may go on there.
+        rows = table if held is None else pa.concat_tables([held, table])
+        places = rows["place"].to_numpy()
+        steps = np.diff(places)
+        assert (steps >= 0).all(), "the outcomes are not in input order"
+        # A file may have several faults that are of no line.
+        is_kept = (steps > 0) | ~rows["source_line"].is_valid().to_numpy()[:-1]
+        yield rows.slice(0, rows.num_rows - 1).filter(pa.array(is_kept))
+        held = rows.slice(rows.num_rows - 1)
+    if held is not None:
+        yield held
 
 
 def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> None:

@@ -80,6 +80,10 @@ class RunSettings(InputSettings):
     keep_work: bool = False
     # Whether equal requests that must have the same answer are answered once.
     dedup: bool = True
+    # Whether what stands in the output folder is left as it is, and the run begins anew.
+    restart: bool = False
+    # Whether rows that failed in an engine are tried again.
+    retry_errors: bool = False
     # None: nobody asks what it costs.
     prices: Prices | None = None
 

@@ -16,6 +16,7 @@ import pytest
 
 from pipelines import batch
 from pipelines.engine import VllmEngine
+from pipelines.manifest import Summary
 from pipelines.model import resolve
 from pipelines.progress import Progress
 from schemas.requests import Answered, Failed, Request
@@ -48,7 +49,7 @@ class Run:
     """A published run, and how it was told."""
 
     output: Path
-    summary: batch.Summary
+    summary: Summary
     show: Silence
 
     @property

@@ -24,7 +24,9 @@ class DeterministicEngine:
     is there, which it then is; is late on `late:<file>` in the same way; takes the whole process with it on `exit`;
     answers with a NaN on `nan`."""
 
-    def __init__(self) -> None:
+    def __init__(self, dies_after: int | None = None) -> None:
+        """`dies_after`: so many requests it answers; then it is dead, however often it is started again."""
+        self._left = dies_after
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._is_dead = False
@@ -37,7 +39,9 @@ class DeterministicEngine:
         once = [path for word in words if (path := Path(word.removeprefix("die:"))) != Path(word) and not path.exists()]
         for path in once:
             path.touch()
-        if self._is_dead or "die" in words or once:
+        if self._left is not None:
+            self._left -= 1
+        if self._is_dead or "die" in words or once or (self._left is not None and self._left < 0):
             self._is_dead = True
             raise EngineUnusable("the engine's process has died")
         if "exit" in words:
@@ -81,6 +85,7 @@ class Starts:
     error: str | None = None
     # A folder where engines meet, and how many: none answers before all are up.
     meeting: tuple[str, int] | None = None
+    dies_after: int | None = None
 
     def __call__(self) -> DeterministicEngine:
         if self.meeting is not None:
@@ -90,4 +95,4 @@ class Starts:
                 time.sleep(0.05)
         if self.error is not None:
             raise EngineUnusable(self.error)
-        return DeterministicEngine()
+        return DeterministicEngine(self.dies_after)

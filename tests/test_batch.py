@@ -2,12 +2,14 @@
 
 import gc
 import json
+import threading
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.infer import Replica
+from pipelines.replica import Gate, Replica
 from schemas import tables
 from schemas.failures import EngineUnusable, UsageError
 from tests.conftest import write_lines
@@ -109,9 +111,9 @@ def test_an_engine_that_does_not_start_ends_the_run_with_its_reason(tmp_path, sc
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="no such weights"))
 
 
-def test_an_engine_that_dies_ends_the_run_and_publishes_nothing(tmp_path, score):
+def test_an_engine_that_dies_time_and_again_ends_the_run_and_publishes_nothing(tmp_path, score):
     with pytest.raises(EngineUnusable, match="the engine's process has died"):
-        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "slow:0.1 die"}))
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b"}), start=Starts(dies_after=1))
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -152,9 +154,9 @@ def test_more_replicas_than_fit_are_refused_before_an_engine_starts(tmp_path, sc
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="must not start"), replicas=1000)
 
 
-def test_a_second_run_is_a_second_folder_and_the_manifest_moves_on(tmp_path, score):
+def test_a_run_anew_is_a_second_folder_and_the_manifest_moves_on(tmp_path, score):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
-    first, second = score(path).summary, score(path).summary
+    first, second = score(path).summary, score(path, restart=True).summary
     assert {path.name for path in (tmp_path / "out" / "runs").iterdir()} == {first.run_id, second.run_id}
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["run_id"] == second.run_id
 
@@ -194,3 +196,41 @@ def test_an_engine_that_dies_is_started_again_and_no_row_is_lost(score, tmp_path
     responses = run.table("responses")
     assert run.table("errors").num_rows == 0 and (tmp_path / "died").exists()
     assert sorted(responses["prompt"].to_pylist()) == sorted(prompts)
+
+
+def test_requests_that_kill_the_engine_each_time_are_given_up_and_cost_nobody_else(score, tmp_path):
+    prompts = [f"row {number}" for number in range(150)]
+    prompts[40] = prompts[130] = "die"
+    lines = [{"prompt": prompt, "temperature": 0} for prompt in prompts]
+    run = score(write_lines(tmp_path / "in.jsonl", *lines), dedup=False)
+    errors = run.table("errors").to_pylist()
+    assert [(row["source_line"], row["reason"], row["status_code"]) for row in errors] == [
+        (41, "engine_died", 500),
+        (131, "engine_died", 500),
+    ]
+    assert run.table("responses").num_rows == 148
+
+
+def test_who_wants_the_engine_alone_waits_for_the_others_and_they_for_him():
+    gate, told = Gate(), []
+    gate.enter()
+
+    def alone():
+        with gate.alone():
+            told.append("alone")
+
+    def enter():
+        gate.enter()
+        told.append("together")
+
+    first = threading.Thread(target=alone)
+    first.start()
+    time.sleep(0.1)
+    second = threading.Thread(target=enter)
+    second.start()
+    time.sleep(0.1)
+    assert told == []
+    gate.leave()
+    first.join(5)
+    second.join(5)
+    assert told == ["alone", "together"]

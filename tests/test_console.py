@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from jobs import console, reports
-from pipelines.batch import Summary
+from pipelines.manifest import Summary
 from pipelines.progress import Progress
 from schemas.plans import Totals
 from schemas.requests import Tally

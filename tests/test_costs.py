@@ -21,12 +21,11 @@ PRICES = Prices(prompt=1, cached=0.25, completion=10)
 
 
 def manifest(**changes):
-    plan = {"prompt_tokens": 900, "repeated_tokens": 100, "cached_tokens": 0, "computed_tokens": 400}
+    computed = {"prompt_tokens": 800, "cached_tokens": 0, "completion_tokens": 200, "work": 400 + 800 / 8}
     return {
         "run_id": "r1",
         "model": {"identities": {"": "m"}},
-        "plan": {**plan, "deduplicated_tokens": 50},
-        "usage": {"completion_tokens": 250},
+        "computed": computed,
         "timings_s": {"infer": 10.0},
         "replicas": 2,
     } | changes
@@ -59,7 +58,7 @@ def test_an_earlier_run_tells_how_long_answers_are_and_how_fast_they_come():
         manifest(model={"identities": {"": "another"}}),
         manifest(timings_s={"infer": 0}),
         manifest(replicas=0),
-        {key: value for key, value in manifest().items() if key != "plan"},
+        manifest(computed={"completion_tokens": 0}),
     ],
 )
 def test_other_runs_tell_nothing(other):

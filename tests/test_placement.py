@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from pipelines import batch
+from pipelines import batch, placement
 from schemas.failures import UsageError
 from schemas.settings import EngineSettings, RunSettings
 from tests.conftest import Silence, write_lines
@@ -82,7 +82,7 @@ def place(monkeypatch, *nodes, replicas=None, **engine):
     alive = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
     monkeypatch.setattr(ray, "nodes", lambda: alive)
     settings = RunSettings(inputs=("a",), output="b", replicas=replicas, engine=EngineSettings(**engine))
-    return batch._place(settings)
+    return placement.place(settings)
 
 
 @pytest.mark.parametrize(

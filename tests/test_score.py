@@ -134,7 +134,7 @@ def test_a_signal_ends_a_run_with_its_own_status_and_no_process_left(tmp_path, n
                 children = psutil.Process(run.pid).children(recursive=True)
                 run.send_signal(number)
     assert run.returncode == status, said
-    assert said[-1] == f"overnight: {word}; nothing was published\n"
+    assert said[-1] == f"overnight: {word}; what is finished is kept: the same command goes on from there\n"
     assert children and not [child for child in children if child.is_running()]
 
 

@@ -1,0 +1,96 @@
+"""Placement: how many replicas a cluster has room for, and what each takes of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from schemas.failures import UsageError
+from schemas.settings import RunSettings
+
+# More rows than the engine computes at a time stand ready in it, so that no step runs with empty places.
+_ROWS_AHEAD = 1.5
+# Each one is a thread of the replica.
+_MOST_CHUNKS_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Replicas on a cluster: how many, and what each one takes of it."""
+
+    num_replicas: int
+    # Whether the number was given, rather than chosen.
+    is_fixed: bool
+    replicas_per_node: int
+    num_cpus: int
+    num_gpus: int
+    # Rows that one replica has at a time: what its engine computes together, and some to spare.
+    rows_in_flight: int
+    environment: dict[str, str]
+    chunks_in_flight: int = 1
+
+    @property
+    def cores(self) -> int | None:
+        """CPU cores that a replica computes on; None where it has GPUs."""
+        return None if self.num_gpus else self.num_cpus
+
+    def for_chunks(self, requests_each: Sequence[int]) -> "Placement":
+        """The same for chunks of so many requests: no replica without a chunk, and none that takes more than an even
+        share, since another that comes up later can't have what it has taken."""
+        num_chunks = len(requests_each)
+        num_replicas = self.num_replicas if self.is_fixed else min(self.num_replicas, num_chunks)
+        share = -(-num_chunks // num_replicas)
+        # So many that the engine is full although one of them comes to its end; the first chunks tell, for later ones
+        # are smaller.
+        first = requests_each[: max(1, num_replicas * self.rows_in_flight // max(requests_each))]
+        needed = -(-self.rows_in_flight * len(first) // sum(first)) + 1
+        return replace(self, num_replicas=num_replicas, chunks_in_flight=min(share, needed, _MOST_CHUNKS_IN_FLIGHT))
+
+
+def place(settings: RunSettings) -> Placement:
+    """Replicas for this cluster: a GPU each (or several), else the CPU cores of a node in equal shares.
+
+    Raises UsageError when the cluster hasn't what was asked for.
+    """
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus_each = settings.engine.tensor_parallel_size
+    num_gpus = int(sum(node.get("GPU", 0) for node in nodes))
+    num_cpus = [int(node.get("CPU", 0)) for node in nodes]
+    if num_gpus:
+        cpus, unit = 1, count(gpus_each, "GPU")
+        fitting = sum(min(int(node.get("GPU", 0)) // gpus_each, int(node.get("CPU", 0)) // cpus) for node in nodes)
+        num_replicas = settings.replicas or max(1, fitting)
+    else:
+        num_replicas = settings.replicas or max(1, len([cpus for cpus in num_cpus if cpus]))
+        per_node = -(-num_replicas // max(1, len(nodes)))
+        cpus = settings.engine.cores or max(1, min(filter(None, num_cpus), default=1) // per_node)
+        if cpus < gpus_each:
+            raise UsageError(
+                f"--engine tensor_parallel_size={gpus_each}: a replica has {count(cpus, 'CPU core')} here, and needs "
+                "one for each part of the model. Give a smaller number, or more with --engine cores=N"
+            )
+        unit = count(cpus, "CPU core")
+        fitting = sum(node_cpus // cpus for node_cpus in num_cpus)
+    if fitting < num_replicas:
+        raise UsageError(
+            f"{count(num_replicas, 'replica')} with {unit} each don't fit: the cluster has {sum(num_cpus)} CPU cores "
+            f"and {num_gpus} GPUs, room for {fitting}. Give fewer --replicas or --engine cores=N"
+        )
+    return Placement(
+        num_replicas=num_replicas,
+        is_fixed=settings.replicas is not None,
+        replicas_per_node=-(-num_replicas // max(1, len(nodes))),
+        num_cpus=cpus,
+        num_gpus=gpus_each if num_gpus else 0,
+        rows_in_flight=int((settings.engine.max_num_seqs or (1024 if num_gpus else 256)) * _ROWS_AHEAD),
+        environment={
+            "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+    )
+
+
+def count(number: int, noun: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,338 @@
+"""A replica: one engine, and the chunks that it works on, several at a time, each in a thread. Runs as a Ray actor.
+
+When the engine dies, it is started again, and what was in it is sent again. What was in it at two deaths is tried
+alone, with nothing else in the engine; what kills it then is given up, and costs nobody else.
+"""
+
+import copy
+import heapq
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from pipelines.engine import Engine
+from pipelines.outcomes import conclude, gather, kept, missing, place_of, tally_of
+from pipelines.progress import NUM_NAMED, REPORT_S, ReplicaReport
+from schemas import tables
+from schemas.failures import EngineUnusable, Failure
+from schemas.requests import Answered, Failed, Request, Tally
+
+log = logging.getLogger("overnight.replica")
+
+# A finished row is durable after at most this long.
+STAGE_S = 5.0
+# So often the engine may die without an answer in between; then it isn't a request that kills it.
+MAX_DEATHS_IN_A_ROW = 5
+# What was in the engine when it died so often is tried alone.
+_DEATHS_OF_A_SUSPECT = 2
+
+
+class Stage(Protocol):
+    """Where a replica puts finished rows: makes one part durable and returns its name."""
+
+    def begin(self, chunk: int) -> tuple[int, list[str], pa.Table]:
+        """A new attempt at a chunk: its number from 1, the parts of earlier ones, and the rows that they hold."""
+        ...
+
+    def put(self, chunk: int, attempt: int, sequence: int, rows: pa.Table) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request in the engine: the rows that it answers, how often the engine had been started again before, since
+    when it is there, and how often the engine has died with it."""
+
+    rows: list[dict[str, Any]]
+    num_restarts: int
+    at: float
+    num_deaths: int = 0
+
+
+class OpenWork:
+    """What a replica has under way, for its reports; apart from it, so that reporting doesn't keep it alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: dict[int, Tally] = {}
+        self._in_flight: dict[Future[Any], Sent] = {}
+        self._finished_at = time.monotonic()
+        self.closed = threading.Event()
+
+    def begin(self, chunk: int, done: Tally) -> None:
+        with self._lock:
+            self._chunks[chunk] = done
+
+    def submitted(self, future: "Future[Any]", sent: Sent) -> None:
+        with self._lock:
+            self._in_flight[future] = sent
+
+    def finished(self, chunk: int, future: "Future[Any]", tally: Tally) -> None:
+        with self._lock:
+            del self._in_flight[future]
+            self._chunks[chunk].add(tally)
+            self._finished_at = time.monotonic()
+
+    def end(self, chunk: int) -> Tally:
+        with self._lock:
+            return self._chunks.pop(chunk)
+
+    def report(self) -> ReplicaReport:
+        """Rows are named by file and line."""
+        now = time.monotonic()
+        with self._lock:
+            oldest = heapq.nsmallest(NUM_NAMED, self._in_flight.values(), key=lambda sent: sent.at)
+            return ReplicaReport(
+                copy.deepcopy(self._chunks),
+                num_in_flight=len(self._in_flight),
+                idle_s=now - max(self._finished_at, *(sent.at for sent in oldest[:1]), 0.0) if oldest else 0.0,
+                oldest=[(place_of(sent.rows[0]), now - sent.at) for sent in oldest],
+            )
+
+    def keep_reporting(self, name: str, scoreboard: Any) -> None:
+        while not self.closed.wait(REPORT_S):
+            scoreboard.report.remote(name, self.report())
+
+
+class Staging:
+    """Makes a chunk's outcomes durable: after STAGE_S at most, and when the block ends, however it does."""
+
+    def __init__(self, stage: Stage, chunk: int, attempt: int, parts: list[str]) -> None:
+        self._stage = stage
+        self._chunk = chunk
+        self._attempt = attempt
+        self._sequence = 0
+        self._outcomes: list[dict[str, Any]] = []
+        self._staged_at = time.monotonic()
+        # Those of earlier attempts, and then its own.
+        self.parts = list(parts)
+
+    def __enter__(self) -> "Staging":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put()
+
+    def add(self, outcomes: list[dict[str, Any]]) -> None:
+        self._outcomes += outcomes
+
+    def stage_what_is_due(self) -> None:
+        if time.monotonic() - self._staged_at >= STAGE_S:
+            self._put()
+
+    def _put(self) -> None:
+        if self._outcomes:
+            table = pa.Table.from_pylist(self._outcomes, schema=tables.OUTCOMES)
+            self.parts.append(self._stage.put(self._chunk, self._attempt, self._sequence, table))
+            self._sequence += 1
+        self._outcomes, self._staged_at = [], time.monotonic()
+
+
+_SMALLEST = Request("check", "/v1/completions", '{"prompt": [0], "max_tokens": 1, "temperature": 0}')
+_KILLER = Failure(
+    500,
+    "engine_died",
+    "the engine's process died each of three times that it worked on this request, the last time on nothing else. "
+    "Leave the row out, or report it with --verbose's log",
+)
+
+
+class Gate:
+    """Who is in the engine: many together, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        # Those that want to be alone there, or are.
+        self._num_alone = 0
+        self._is_alone = False
+
+    def enter(self) -> None:
+        """Wait while somebody is alone there, or waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_alone)
+            self._num_inside += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be there alone for as long as the block lasts. Not for a thread that has entered."""
+        with self._changed:
+            self._num_alone += 1
+            self._changed.wait_for(lambda: not self._num_inside and not self._is_alone)
+            self._is_alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_alone -= 1
+                self._is_alone = False
+                self._changed.notify_all()
+
+
+class Replica:
+    """See above. A callable class, as Ray Data takes it."""
+
+    def __init__(
+        self,
+        start_engine: Callable[[], Engine],
+        read_chunk: Callable[[dict[str, Any]], pa.Table],
+        stage: Stage,
+        scoreboard: Any,
+        retries_errors: bool = False,
+    ) -> None:
+        import ray
+
+        self._retries_errors = retries_errors
+        self._name = (ray.get_runtime_context().get_actor_id() or "local")[:12]
+        self._read_chunk = read_chunk
+        self._stage = stage
+        self._open = OpenWork()
+        self._gate = Gate()
+        # How often the engine was started again, of these since the last answer, and the lock under which it is.
+        self._num_restarts = self._num_deaths_in_a_row = 0
+        self._restarting = threading.Lock()
+        # An exception here would reach the driver as words in Ray's own; the first chunk raises it as what it is.
+        self._start_error: EngineUnusable | None = None
+        try:
+            self._engine = start_engine()
+        except EngineUnusable as error:
+            self._start_error = error
+            return
+        except Exception as error:
+            self._start_error = EngineUnusable(f"the engine didn't start: {' '.join(str(error).split())}")
+            return
+        scoreboard.report.remote(self._name, self._open.report())
+        threading.Thread(
+            target=self._open.keep_reporting, args=(self._name, scoreboard), name="report", daemon=True
+        ).start()
+
+    def __call__(self, batch: pa.Table) -> Iterator[dict[str, Any]]:
+        for chunk in batch.to_pylist():
+            yield self._work(chunk)
+
+    def _work(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        if self._start_error is not None:
+            raise self._start_error
+        number = chunk["number"]
+        attempt, parts, staged = self._stage.begin(number)
+        staged = kept(staged, self._retries_errors)
+        self._open.begin(number, tally_of(staged))
+        started = time.time()
+        asked = gather(missing(self._read_chunk(chunk), staged))
+        new = Tally()
+        with Staging(self._stage, number, attempt, parts) as staging:
+            sent = dict(self._submit(rows) for rows in asked)
+            pending: set[Future[Any]] = set(sent)
+            suspects: list[Sent] = []
+            while pending or suspects:
+                if not pending:
+                    tried, sent[tried] = self._submit_alone(suspects.pop())
+                    pending.add(tried)
+                done, pending = wait(pending, timeout=STAGE_S, return_when=FIRST_COMPLETED)
+                # Those first that are whole: what follows may end it all.
+                for future in sorted(done, key=lambda future: future.exception() is not None):
+                    made = sent.pop(future)
+                    outcomes, again, tally = self._conclude(future, made, attempt)
+                    staging.add(outcomes)
+                    new.add(tally)
+                    self._open.finished(number, future, tally)
+                    if again is not None and again.num_deaths >= _DEATHS_OF_A_SUSPECT:
+                        suspects.append(again)
+                    elif again is not None:
+                        renewed, sent[renewed] = self._submit(again.rows, again.num_deaths)
+                        pending.add(renewed)
+                staging.stage_what_is_due()
+        return {
+            "number": [number],
+            "parts": [staging.parts],
+            "tally": [json.dumps(asdict(self._open.end(number)))],
+            "new": [json.dumps(asdict(new))],
+            "started": [started],
+            "ended": [time.time()],
+        }
+
+    def _submit(self, rows: list[dict[str, Any]], num_deaths: int = 0) -> tuple["Future[Any]", Sent]:
+        """A request's future, and what it is to answer."""
+        self._gate.enter()
+        future, sent = self._send(rows, num_deaths)
+        future.add_done_callback(lambda _: self._gate.leave())
+        return future, sent
+
+    def _submit_alone(self, suspect: Sent) -> tuple["Future[Any]", Sent]:
+        """The same for a request that gets the engine for itself; the future is done."""
+        with self._gate.alone():
+            future, sent = self._send(suspect.rows, suspect.num_deaths)
+            wait([future])
+        return future, sent
+
+    def _send(self, rows: list[dict[str, Any]], num_deaths: int) -> tuple["Future[Any]", Sent]:
+        sent = Sent(rows, self._num_restarts, time.monotonic(), num_deaths)
+        row = rows[0]
+        future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
+        self._open.submitted(future, sent)
+        return future, sent
+
+    def _conclude(
+        self, future: "Future[Any]", sent: Sent, attempt: int
+    ) -> tuple[list[dict[str, Any]], Sent | None, Tally]:
+        """Outcomes of a request's rows, what of it is to be sent again, and what is done by now."""
+        event: Answered | Failed
+        try:
+            event = future.result()
+            self._num_deaths_in_a_row = 0
+        except EngineUnusable as error:
+            # It was in the engine when that died.
+            self._restart_engine(sent.num_restarts, error)
+            if sent.num_deaths < _DEATHS_OF_A_SUSPECT:
+                return [], replace(sent, num_deaths=sent.num_deaths + 1), Tally()
+            self._check_engine()
+            log.warning("%s is given up: the engine died with it alone", place_of(sent.rows[0]))
+            event = Failed(_KILLER)
+        # What failed for no fault of its own says nothing about the rows that ask for the same.
+        is_shared = isinstance(event, Answered) or event.failure.status_code < 500 or event.failure is _KILLER
+        answered, left = (sent.rows, []) if is_shared else (sent.rows[:1], sent.rows[1:])
+        outcomes, total = [], Tally()
+        for row in answered:
+            outcome, tally = conclude(row, event, self._name, attempt)
+            outcomes.append(outcome)
+            total.add(tally)
+        if not left:
+            return outcomes, None, total
+        # The next of them is the one that is asked now.
+        return outcomes, replace(sent, rows=[{**left[0], "is_repeated": False}, *left[1:]]), total
+
+    def _check_engine(self) -> None:
+        """See that the engine answers anything at all, or it isn't the request that kills it. Raises EngineUnusable."""
+        self._engine.submit(_SMALLEST, lane="batch").result()
+        self._num_deaths_in_a_row = 0
+
+    def _restart_engine(self, num_restarts: int, error: EngineUnusable) -> None:
+        """Start the engine again, unless another chunk's thread has since `num_restarts`. Raises EngineUnusable where
+        it doesn't start, and `error` where it dies time and again."""
+        with self._restarting:
+            if self._num_restarts > num_restarts:
+                return
+            self._num_deaths_in_a_row += 1
+            if self._num_deaths_in_a_row >= MAX_DEATHS_IN_A_ROW:
+                raise error
+            log.warning("%s; starting it again", error.reason)
+            self._engine.restart()
+            self._num_restarts += 1
+
+    def __del__(self) -> None:
+        # Ray drops the replica when its work is done; the engine's processes end here rather than as orphans.
+        if hasattr(self, "_engine"):
+            self._open.closed.set()
+            self._engine.close()

@@ -1,0 +1,187 @@
+"""The same command again: goes on where a run was broken off, does nothing where it is finished, refuses other rows."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipelines import batch, runs, write
+from pipelines.lease import EXPIRES_S, Lease
+from pipelines.storage import Folder
+from schemas.failures import EngineUnusable, UsageError
+from tests.conftest import ROOT, write_lines
+from tests.deterministic import Starts
+
+NONE = Starts(error="must not start")
+
+
+def rows(number, **more):
+    return [{"prompt": f"row {n}", "request_id": f"{n}", **more} for n in range(number)]
+
+
+def assert_whole(run, number):
+    """Each row once, in order."""
+    assert run.table("responses")["id"].to_pylist() == [f"{n}" for n in range(number)]
+    assert run.table("errors").num_rows == 0 and run.manifest["rows"]["input"] == number
+
+
+def test_a_run_that_was_broken_off_goes_on_with_what_is_missing(tmp_path, score):
+    path = write_lines(tmp_path / "a.jsonl", *rows(200))
+    with pytest.raises(EngineUnusable):
+        score(path, start=Starts(dies_after=90))
+    (work,) = (tmp_path / "out" / "_work").glob("*/plan.json")
+    run = score(path)
+    assert_whole(run, 200)
+    assert run.summary.run_id == work.parent.name
+    assert 110 <= run.manifest["computed"]["rows"] < 200
+    assert set(run.table("usage")["attempt"].to_pylist()) == {1, 2}
+    assert run.manifest["usage"]["completion_tokens"] == sum(run.table("usage")["completion_tokens"].to_pylist())
+    assert run.show.seen[0].done.num_done >= 0 and run.show.seen[-1].done.num_done == 200
+    assert list((tmp_path / "out" / "_work").iterdir()) == []
+
+
+def test_equal_rows_of_which_one_is_done_are_asked_once_more(tmp_path, score):
+    lines = rows(1) + [{"prompt": "same", "temperature": 0, "request_id": f"{n}"} for n in range(1, 6)]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    with pytest.raises(EngineUnusable):
+        score(path, start=Starts(dies_after=1))
+    assert_whole(run := score(path), 6)
+    assert run.table("usage")["is_deduplicated"].to_pylist().count(True) == 4
+
+
+def test_a_run_that_was_broken_off_while_it_published_needs_no_engine(tmp_path, score, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", *rows(100), "broken")
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "publish_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            score(path)
+    run = score(path, start=NONE)
+    assert run.table("responses").num_rows == 100 and run.table("errors").num_rows == 1
+    assert run.manifest["computed"]["rows"] == 0
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, score, capsys):
+    from jobs.reports import print_summary
+
+    path = write_lines(tmp_path / "a.jsonl", *rows(5), {"prompt": "fail"})
+    first = score(path)
+    again = score(path, start=NONE)
+    assert again.summary.run_id == first.summary.run_id and again.summary.is_repeat
+    assert (again.summary.totals.num_answered, again.summary.totals.reasons) == (5, {"asked_to_fail": 1})
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 1
+    print_summary(again.summary)
+    assert "finished before, and nothing has changed: --restart runs it anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_other_rows_are_refused_and_the_difference_is_named(tmp_path, score, is_finished):
+    path = write_lines(tmp_path / "a.jsonl", *rows(8))
+    if is_finished:
+        score(path)
+    else:
+        with pytest.raises(EngineUnusable):
+            score(path, start=Starts(dies_after=2))
+    write_lines(path, *rows(9))
+    with pytest.raises(UsageError, match=r"a\.jsonl has changed.*--restart"):
+        score(path, start=NONE)
+    assert_whole(score(path, restart=True), 9)
+    assert list((tmp_path / "out" / "_work").iterdir()) == []
+
+
+RECIPE = {
+    "inputs": {"a": "1 x", "b": "2 y"},
+    "model": {"": "m", "formal": "m+f"},
+    "settings": {"endpoint": None, "fill": {}, "strict": False, "limit": None, "sample": None, "dedup": True},
+    "limits": {"max_choices": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("inputs", {"a": "1 x", "b": "3 z"}, ["b has changed"]),
+        ("inputs", {"a": "1 x", "c": "2 y"}, ["b is gone", "c is new"]),
+        ("inputs", {"b": "2 y", "a": "1 x"}, ["the inputs are in another order"]),
+        ("model", {"": "n"}, ["the model, or an engine setting that reaches its answers, is another"]),
+        ("model", {"": "m"}, ["the adapters are others"]),
+        ("settings", RECIPE["settings"] | {"fill": {"n": 2}, "limit": 3}, ["--set is another", "--limit is another"]),
+        ("limits", {"max_choices": 9}, ["max_choices of requests is judged otherwise"]),
+    ],
+)
+def test_differences_are_told_in_words(part, value, words):
+    assert runs.differences(RECIPE, RECIPE) == []
+    assert runs.differences(RECIPE, {**RECIPE, part: value}) == words
+
+
+def test_rows_that_failed_in_the_engine_are_tried_again_on_demand(tmp_path, score):
+    lines = [{"prompt": f"late:{tmp_path / 'once'}", "request_id": "0"}, *rows(6)[1:]]
+    path = write_lines(tmp_path / "a.jsonl", *lines, "broken")
+    first = score(path)
+    assert first.table("errors")["reason"].to_pylist() == ["deadline_exceeded", "invalid_json"]
+    assert score(path, start=NONE).summary.is_repeat
+    second = score(path, retry_errors=True)
+    assert second.summary.run_id != first.summary.run_id
+    assert second.table("responses")["id"].to_pylist() == [f"{n}" for n in range(6)]
+    assert second.table("usage")["attempt"].to_pylist() == [2, 1, 1, 1, 1, 1]
+    assert second.table("errors")["reason"].to_pylist() == ["invalid_json"]
+    # The first run's tables stand as they were.
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 2
+    assert score(path, start=NONE, retry_errors=True).summary.is_repeat
+
+
+def test_a_run_that_was_broken_off_before_its_plan_begins_anew(tmp_path, score, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", *rows(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(batch.runs, "save_plan", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        with pytest.raises(OSError, match="gone"):
+            score(path)
+    assert_whole(score(path), 5)
+    assert list((tmp_path / "out" / "_work").iterdir()) == []
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from pipelines import batch
+from schemas.settings import RunSettings
+from tests.conftest import Silence
+from tests.deterministic import Starts
+batch.run(RunSettings(inputs=({path!r},), output={out!r}, served_names=("test",)), Silence(), Starts())
+"""
+
+
+def test_a_driver_that_is_killed_loses_no_row(tmp_path, score, monkeypatch):
+    lines = [{"prompt": f"slow:{0.1 + n / 40} row", "request_id": f"{n}"} for n in range(400)]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    script = SCRIPT.format(root=str(ROOT), path=str(path), out=str(tmp_path / "out"))
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True) as driver:
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "out").glob("_work/*/staged/*/*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with pytest.raises(UsageError, match=f"another run writes there .process {driver.pid} on "):
+            score(path, start=NONE)
+        os.killpg(driver.pid, signal.SIGKILL)
+    run = score(path)
+    assert_whole(run, 400)
+    assert 0 < run.manifest["computed"]["rows"] < 400
+
+
+def test_a_lease_that_nobody_renews_is_taken(tmp_path):
+    output = Folder.at(str(tmp_path))
+    held = {"token": "x", "host": "elsewhere", "pid": 1, "started": 0.0, "renewed": time.time()}
+    (tmp_path / "_work").mkdir()
+    (tmp_path / "_work" / "lease.json").write_text(json.dumps(held))
+    with pytest.raises(UsageError, match="process 1 on elsewhere, last heard of 0 s ago"), Lease(output):
+        pass
+    for free in ({**held, "renewed": time.time() - EXPIRES_S - 1}, {"token": "x"}):
+        (tmp_path / "_work" / "lease.json").write_text(json.dumps(free) if "host" in free else "{")
+        with Lease(output):
+            told = json.loads((tmp_path / "_work" / "lease.json").read_text())
+            assert told["pid"] == os.getpid()
+            with pytest.raises(UsageError, match="another run writes there"), Lease(output):
+                pass
+        assert not (tmp_path / "_work" / "lease.json").exists()
