@@ -13,9 +13,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import jiter
@@ -258,23 +259,19 @@ class Replica:
         attempt = self._stage.begin(number)
         self._open.begin(number)
         started = time.time()
-        asked = gather(self._read_chunk(chunk).to_pylist())
-        sent = dict(self._submit(rows) for rows in asked)
-        pending: set[Future[Any]] = set(sent)
+        done: SimpleQueue[Future[Any]] = SimpleQueue()
+        sent = dict(self._submit(rows, done) for rows in gather(self._read_chunk(chunk).to_pylist()))
         parts: list[str] = []
         outcomes: list[dict[str, Any]] = []
         staged_at = time.monotonic()
-        while pending:
-            done, pending = wait(pending, timeout=STAGE_S, return_when=FIRST_COMPLETED)
-            for future in done:
-                made = sent.pop(future)
-                concluded, left, tally = self._conclude(future, made, attempt)
+        while sent:
+            for future in take_all(done, timeout_s=STAGE_S):
+                concluded, left, tally = self._conclude(future, sent.pop(future), attempt)
                 outcomes += concluded
                 self._open.finished(number, future, tally)
                 if left:
-                    again, sent[again] = self._submit(left)
-                    pending.add(again)
-            if outcomes and (not pending or time.monotonic() - staged_at >= STAGE_S):
+                    again, sent[again] = self._submit(left, done)
+            if outcomes and (not sent or time.monotonic() - staged_at >= STAGE_S):
                 table = pa.Table.from_pylist(outcomes, schema=tables.OUTCOMES)
                 parts.append(self._stage.put(number, attempt, len(parts), table))
                 outcomes, staged_at = [], time.monotonic()
@@ -286,12 +283,13 @@ class Replica:
             "ended": [time.time()],
         }
 
-    def _submit(self, rows: list[dict[str, Any]]) -> tuple["Future[Any]", Sent]:
-        """A request's future, and what it is to answer."""
+    def _submit(self, rows: list[dict[str, Any]], done: "SimpleQueue[Future[Any]]") -> tuple["Future[Any]", Sent]:
+        """A request's future, which goes to `done` when it is, and what it is to answer."""
         sent = Sent(rows, self._num_restarts, time.monotonic())
         row = rows[0]
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
         self._open.submitted(future, sent)
+        future.add_done_callback(done.put)
         return future, sent
 
     def _conclude(
@@ -331,6 +329,18 @@ class Replica:
         if hasattr(self, "_engine"):
             self._open.closed.set()
             self._engine.close()
+
+
+def take_all(queue: "SimpleQueue[Future[Any]]", timeout_s: float) -> list["Future[Any]"]:
+    """All that is in a queue by now; waits for the first. Unlike `concurrent.futures.wait`, this costs the same however
+    many others are still under way."""
+    taken = []
+    try:
+        taken.append(queue.get(timeout=timeout_s))
+        while True:
+            taken.append(queue.get_nowait())
+    except Empty:
+        return taken
 
 
 def gather(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
