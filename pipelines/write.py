@@ -76,13 +76,13 @@ def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> 
     """Write the three tables of a run.
 
     `outcomes`: all of them in input order, as `sorted_outcomes` gives them. Memory holds one of its tables and a row
-    group at a time. Asserts that they are `num_rows` rows, each once.
+    group of each of ours at a time. Asserts that they are `num_rows` rows, each once.
     """
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(TableWriter(run, name, schema)) for name, schema in tables.PUBLISHED.items()
         }
-        for rows in _each_once(outcomes):
+        for rows in _in_slices(_each_once(outcomes)):
             answered = rows.filter(pc.is_null(rows["reason"]))
             writers["responses"].write(answered)
             writers["usage"].write(answered)
@@ -106,7 +106,7 @@ def sorted_outcomes(work: Folder, parts: Sequence[str]) -> Iterator[pa.Table]:
     items = [{"parts": parts[start : start + _PARTS_AT_ONCE]} for start in range(0, len(parts), _PARTS_AT_ONCE)]
     staged = ray.data.from_items(items, override_num_blocks=len(items))
     placed = staged.map_batches(read, batch_format="pyarrow", batch_size=1)
-    yield from placed.sort("place").iter_batches(batch_format="pyarrow", batch_size=None)
+    yield from placed.sort("place").iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,15 @@ def _each_once(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
             assert (steps[is_line] > 0).all(), f"a row has two outcomes, at place {places[:-1][steps == 0][0]}"
             last = int(places[-1])
             yield rows
+
+
+def _in_slices(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of about BLOCK_BYTES, so that what is copied of them is small."""
+    for rows in outcomes:
+        num_slices = -(-rows.nbytes // tables.BLOCK_BYTES)
+        rows_each = -(-rows.num_rows // num_slices)
+        for start in range(0, rows.num_rows, rows_each):
+            yield rows.slice(start, rows_each)
 
 
 def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> None:

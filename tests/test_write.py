@@ -78,6 +78,19 @@ def test_parts_and_row_groups_are_right_sized(tmp_path, monkeypatch):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == file["sha256"]
 
 
+def test_row_groups_are_right_sized_however_large_the_tables_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "ROW_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 4_000)
+    parts = [write.Stager(Folder.at(str(tmp_path))).put(0, 1, 0, outcomes(*range(1, 2_001)))]
+    published = write.publish_tables(
+        Folder.at(str(tmp_path / "run")), write.sorted_outcomes(Folder.at(str(tmp_path)), parts), 2_000
+    )
+    assert published.num_rows["responses"] == published.num_rows["usage"] == 2_000
+    groups = pq.read_metadata(tmp_path / "run" / "responses" / "part-00000.parquet")
+    assert groups.num_row_groups > 5
+    assert pq.read_table(tmp_path / "run" / "usage")["source_line"].to_pylist() == list(range(1, 2_001))
+
+
 def test_a_table_whose_writing_fails_leaves_no_part(tmp_path):
     writer = write.TableWriter(Folder.at(str(tmp_path)), "responses", tables.RESPONSES)
     with pytest.raises(RuntimeError, match="midway"), writer:
