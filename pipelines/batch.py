@@ -113,7 +113,7 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         planned = make_plan(settings, prepared, placement, show)
         finished = []
         if planned.chunks:
-            placement = placement.for_chunks([chunk.num_requests for chunk in planned.chunks])
+            placement = placement.for_chunks(planned.chunks)
             show.phase(f"starting {_count(placement.num_replicas, 'engine')}")
             start = start_engine or EngineStart(
                 prepared.model.spec,

@@ -104,14 +104,19 @@ def cut(leaves: Sequence[Leaf], size: ChunkSize) -> list[tuple[int, int]]:
     return chunks
 
 
-def shares(works: Sequence[float], num_replicas: int, chunks_each: int = 4) -> list[float]:
+# A chunk is at most so small a part of a replica's even share of the work.
+PARTS_OF_A_SHARE = 8
+
+
+def shares(works: Sequence[float], num_replicas: int) -> list[float]:
     """Most work of the chunk that begins at each place of an order, for all replicas to end together.
 
-    What is left, over the replicas and some more: chunks grow smaller towards the end (guided self-scheduling).
+    Chunks are alike in the first half, so that what a replica takes of them by number is as much by work; from there
+    on what is left is cut into so many, and chunks grow smaller towards the end (guided self-scheduling).
     """
-    left = sum(works)
+    left = total = sum(works)
     most = []
     for work in works:
-        most.append(left / (num_replicas * chunks_each))
+        most.append(min(total, 2 * left) / (num_replicas * PARTS_OF_A_SHARE))
         left -= work
     return most

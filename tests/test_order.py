@@ -87,5 +87,12 @@ def test_a_chunk_ends_with_its_group_where_that_is_near():
 
 
 def test_chunks_grow_smaller_towards_the_end():
-    most = shares([10.0] * 100, 2, 4)
-    assert most[0] == 125 and most == sorted(most, reverse=True) and most[-1] == pytest.approx(10 / 8)
+    most = shares([10.0] * 100, 2)
+    assert most == sorted(most, reverse=True) and most[-1] == pytest.approx(10 / 8)
+    assert most[50] == pytest.approx(most[0]) and most[75] == pytest.approx(most[0] / 2)
+
+
+def test_half_of_the_first_chunks_is_half_of_their_work():
+    """Whoever is up first takes several at once, which nobody gets back: then by number is to be by work."""
+    most = shares([1.0] * 100, 2)
+    assert most[0] == 100 / 16 and len({round(one, 9) for one in most[:50]}) == 1
