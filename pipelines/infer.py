@@ -25,7 +25,7 @@ import jiter
 import pyarrow as pa
 
 from pipelines.engine import Engine
-from pipelines.order import PARTS_OF_A_SHARE, PROMPT_COST
+from pipelines.order import PARTS_OF_A_SHARE, PROMPT_COST, deal
 from pipelines.progress import NUM_NAMED, REPORT_S, ReplicaReport
 from schemas import tables
 from schemas.failures import EngineUnusable, Failure
@@ -117,7 +117,8 @@ def run_chunks(
     from ray.data import ActorPoolStrategy
     from ray.util.annotations import RayDeprecationWarning
 
-    items = ray.data.from_items(chunks, override_num_blocks=len(chunks))
+    dealt = deal(chunks, placement.num_replicas, placement.chunks_in_flight)
+    items = ray.data.from_items(dealt, override_num_blocks=len(dealt))
     with warnings.catch_warnings():
         # Ray means to take max_restarts under its own name, which this release doesn't yet.
         warnings.simplefilter("ignore", RayDeprecationWarning)

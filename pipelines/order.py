@@ -8,8 +8,11 @@ waits for. How long something takes is at least its share of all the work, and a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from pipelines.prefixes import key_at, num_levels, shared_levels
+
+T = TypeVar("T")
 
 # What a token of a prompt costs, of what one of an answer does: prompts are computed many tokens at a time.
 PROMPT_COST = 1 / 8
@@ -120,3 +123,12 @@ def shares(works: Sequence[float], num_replicas: int) -> list[float]:
         most.append(min(total, 2 * left) / (num_replicas * PARTS_OF_A_SHARE))
         left -= work
     return most
+
+
+def deal(chunks: Sequence[T], num_hands: int, each: int) -> list[T]:
+    """The same in an order in which the first `each` of them, and the next, are alike: every so-manieth of the first.
+
+    Whoever is up first takes a hand at once, and is not to have all that takes longest.
+    """
+    dealt = chunks[: num_hands * each]
+    return [*(one for hand in range(num_hands) for one in dealt[hand::num_hands]), *chunks[num_hands * each :]]

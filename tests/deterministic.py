@@ -4,6 +4,7 @@ The answer to a prompt is its words in reverse; some words in a prompt ask for a
 """
 
 import asyncio
+import glob
 import math
 import os
 import threading
@@ -53,8 +54,8 @@ class DeterministicEngine:
                 return
         await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
         for pattern in (word.removeprefix("until:") for word in words if word.startswith("until:")):
-            while not any(Path("/").glob(pattern.removeprefix("/"))):
-                await asyncio.sleep(0.05)
+            while not glob.glob(pattern):  # noqa: PTH207 - knows when there is but one path to look at
+                await asyncio.sleep(0.1)
         for path in (Path(word.removeprefix("exit:")) for word in words if word.startswith("exit:")):
             if not path.exists():
                 path.touch()

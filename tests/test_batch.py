@@ -2,6 +2,9 @@
 
 import gc
 import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -102,6 +105,31 @@ def test_several_replicas_share_the_work(tmp_path, score):
     run = score(write_lines(tmp_path / "a.jsonl", *lines), start=start, replicas=2)
     assert len(set(run.table("usage")["replica"].to_pylist())) == 2
     assert run.table("responses")["source_line"].to_pylist() == list(range(1, 6 * CHUNK_ROWS + 1))
+
+
+@dataclass(frozen=True)
+class OneByOne(Starts):
+    """Of two engines that come to the meeting one is up some seconds after the other, and leaves a file to say so."""
+
+    def __call__(self) -> DeterministicEngine:
+        folder = Path(self.meeting[0])
+        try:
+            (folder / "first").touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(3)
+            (folder / "second").touch()
+        return DeterministicEngine()
+
+
+def test_a_replica_that_is_up_first_leaves_the_other_half_of_the_work_and_of_the_longest(tmp_path, score):
+    # None is answered before both are up: what the first has taken by then is what it took at once.
+    wait = f"until:{tmp_path / 'second'} slow:3"
+    short = [{"prompt": f"{wait} row {n}", "max_tokens": 30} for n in range(92)]
+    long = [{"prompt": f"{wait} row {n}", "max_tokens": 400} for n in range(8)]
+    path = write_lines(tmp_path / "a.jsonl", *short, *long)
+    replicas = score(path, start=OneByOne(meeting=(str(tmp_path), 2)), replicas=2).table("usage")["replica"]
+    assert [one["counts"] for one in replicas.slice(92).value_counts().to_pylist()] == [4, 4]
+    assert min(one["counts"] for one in replicas.value_counts().to_pylist()) >= 35
 
 
 def test_an_engine_that_does_not_start_ends_the_run_with_its_reason(tmp_path, score):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipelines.order import ChunkSize, Leaf, cut, shares, walk
+from pipelines.order import ChunkSize, Leaf, cut, deal, shares, walk
 from pipelines.prefixes import BLOCK, path_of, shared_levels
 
 
@@ -96,3 +96,8 @@ def test_half_of_the_first_chunks_is_half_of_their_work():
     """Whoever is up first takes several at once, which nobody gets back: then by number is to be by work."""
     most = shares([1.0] * 100, 2)
     assert most[0] == 100 / 16 and len({round(one, 9) for one in most[:50]}) == 1
+
+
+def test_hands_of_the_first_chunks_are_alike_whoever_takes_one_first():
+    assert deal([9, 8, 7, 6, 5, 4, 3, 2, 1], 2, 3) == [9, 7, 5, 8, 6, 4, 3, 2, 1]
+    assert deal([3, 2, 1], 2, 5) == [3, 1, 2] and deal([3, 2, 1], 1, 2) == [3, 2, 1] and deal([], 2, 2) == []
