@@ -24,7 +24,7 @@ class DeterministicEngine:
     """Answers at once, or after `slow:<seconds>`; fails on `fail`; dies on `die`, and on `die:<file>` unless the file
     is there, which it then is; is late on `late:<file>` in the same way; takes the whole process with it on `exit`, and
     after its waits on `exit:<file>` in the same way; answers with a NaN on `nan`. Waits on `until:<pattern>` for a file
-    whose path is like that."""
+    whose path is like that, a minute at most."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -54,7 +54,8 @@ class DeterministicEngine:
                 return
         await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
         for pattern in (word.removeprefix("until:") for word in words if word.startswith("until:")):
-            while not glob.glob(pattern):  # noqa: PTH207 - knows when there is but one path to look at
+            until = time.monotonic() + 60
+            while not glob.glob(pattern) and time.monotonic() < until:  # noqa: PTH207 - looks at no folder for one path
                 await asyncio.sleep(0.1)
         for path in (Path(word.removeprefix("exit:")) for word in words if word.startswith("exit:")):
             if not path.exists():

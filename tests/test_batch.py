@@ -13,7 +13,7 @@ import pytest
 from pipelines.infer import Replica
 from schemas import tables
 from schemas.failures import EngineUnusable, UsageError
-from tests.conftest import write_lines
+from tests.conftest import Silence, write_lines
 from tests.deterministic import DeterministicEngine, Starts
 
 # Rows of a chunk on CPUs, when the rows are short and one replica takes them.
@@ -194,9 +194,21 @@ def test_an_output_folder_that_holds_something_else_is_refused(tmp_path, score):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}))
 
 
-def test_progress_has_true_totals(tmp_path, score):
-    lines = [{"prompt": f"slow:{1.2 + 2 * (n % 2)} row"} for n in range(2 * CHUNK_ROWS)]
+def test_progress_has_true_totals(tmp_path, score, monkeypatch):
+    half, rest = tmp_path / "half", tmp_path / "rest"
+
+    def progress(self, now):
+        """Half of the rows are answered when all are seen to be under way, and the rest when those are seen."""
+        self.seen.append(now)
+        if now.num_in_flight == 2 * CHUNK_ROWS:
+            half.touch()
+        if now.done.num_done == CHUNK_ROWS:
+            rest.touch()
+
+    monkeypatch.setattr(Silence, "progress", progress)
+    lines = [{"prompt": f"until:{rest if n % 2 else half} row"} for n in range(2 * CHUNK_ROWS)]
     run = score(write_lines(tmp_path / "a.jsonl", *lines, "broken"))
+    assert half.exists() and rest.exists()
     assert {now.total_rows for now in run.show.seen} == {2 * CHUNK_ROWS}
     done = [now.done.num_done for now in run.show.seen]
     assert done == sorted(done) and CHUNK_ROWS in done and done[-1] == 2 * CHUNK_ROWS
