@@ -52,7 +52,8 @@ def score(
         bool, typer.Option("--restart", help="Begin anew, whatever stands in the output folder; published runs stay.")
     ] = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Go on with a run, and try the rows again that failed in the engine.")
+        bool,
+        typer.Option("--retry-errors", help="Try rows again that failed for no fault of their own."),
     ] = False,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep spool and staged parts below _work/.")] = False,
     verbose: options.Verbose = False,

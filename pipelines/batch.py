@@ -74,8 +74,8 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         summary = summarise(settings, prepared, planned, chunks, replicas, began)
         manifest = make_manifest(settings, summary, prepared, published, made, began)
         write.publish_manifest(prepared.output, prepared.run_id, manifest)
-        # Rows that failed in an engine can be tried again from there.
-        if not settings.keep_work and not summary.num_failed_in_engine:
+        # Rows that failed for no fault of their own can be tried again from there.
+        if not settings.keep_work and not summary.totals.num_faults:
             work.remove()
     return summary
 
@@ -95,7 +95,7 @@ def _finished(settings: RunSettings, output: Folder, made: Mapping[str, Any]) ->
             f"{output.typed}: the run there had other rows: {', '.join(changed)}. Give --restart for a new run beside "
             "it, or another --output"
         )
-    if settings.retry_errors and manifest["rows_failed_in_engine"]:
+    if settings.retry_errors and manifest["rows_to_retry"]:
         return None
     return summary_of(manifest, output)
 
@@ -143,7 +143,7 @@ def _infer(
     left = [item for item in items if item["number"] not in are_done]
     if not left:
         return done, 0
-    placement = placement.for_chunks([planned.chunks[item["number"]].num_requests for item in left])
+    placement = placement.for_chunks([planned.chunks[item["number"]] for item in left])
     show.phase(f"starting {count(placement.num_replicas, 'engine')}")
     start = start_engine or EngineStart(
         prepared.model.spec,

@@ -37,7 +37,7 @@ def forecast(settings: RunSettings, show: Show) -> Forecast:
     finally:
         prepared.work.remove()
     if planned.chunks:
-        placement = placement.for_chunks([chunk.num_requests for chunk in planned.chunks])
+        placement = placement.for_chunks(planned.chunks)
     experience = costs.experience_of(write.read_manifest(prepared.output), prepared.identities)
     return Forecast(
         planned.num_rows,

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.engine import Engine
+from pipelines.order import deal
 from pipelines.outcomes import kept, tally_of
 from pipelines.placement import Placement
 from pipelines.replica import Replica, Stage
@@ -62,7 +63,8 @@ def run_chunks(
     from ray.data import ActorPoolStrategy
     from ray.util.annotations import RayDeprecationWarning
 
-    items = ray.data.from_items(chunks, override_num_blocks=len(chunks))
+    dealt = deal(chunks, placement.num_replicas, placement.chunks_in_flight)
+    items = ray.data.from_items(dealt, override_num_blocks=len(dealt))
     with warnings.catch_warnings():
         # Ray means to take max_restarts under its own name, which this release doesn't yet.
         warnings.simplefilter("ignore", RayDeprecationWarning)

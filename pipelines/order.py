@@ -8,8 +8,11 @@ waits for. How long something takes is at least its share of all the work, and a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from pipelines.prefixes import key_at, num_levels, shared_levels
+
+T = TypeVar("T")
 
 # What a token of a prompt costs, of what one of an answer does: prompts are computed many tokens at a time.
 PROMPT_COST = 1 / 8
@@ -104,14 +107,28 @@ def cut(leaves: Sequence[Leaf], size: ChunkSize) -> list[tuple[int, int]]:
     return chunks
 
 
-def shares(works: Sequence[float], num_replicas: int, chunks_each: int = 4) -> list[float]:
+# A chunk is at most so small a part of a replica's even share of the work.
+PARTS_OF_A_SHARE = 8
+
+
+def shares(works: Sequence[float], num_replicas: int) -> list[float]:
     """Most work of the chunk that begins at each place of an order, for all replicas to end together.
 
-    What is left, over the replicas and some more: chunks grow smaller towards the end (guided self-scheduling).
+    Chunks are alike in the first half, so that what a replica takes of them by number is as much by work; from there
+    on what is left is cut into so many, and chunks grow smaller towards the end (guided self-scheduling).
     """
-    left = sum(works)
+    left = total = sum(works)
     most = []
     for work in works:
-        most.append(left / (num_replicas * chunks_each))
+        most.append(min(total, 2 * left) / (num_replicas * PARTS_OF_A_SHARE))
         left -= work
     return most
+
+
+def deal(chunks: Sequence[T], num_hands: int, each: int) -> list[T]:
+    """The same in an order in which the first `each` of them, and the next, are alike: every so-manieth of the first.
+
+    Whoever is up first takes a hand at once, and is not to have all that takes longest.
+    """
+    dealt = chunks[: num_hands * each]
+    return [*(one for hand in range(num_hands) for one in dealt[hand::num_hands]), *chunks[num_hands * each :]]

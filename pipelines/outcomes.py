@@ -17,6 +17,9 @@ from schemas import tables
 from schemas.failures import Failure
 from schemas.requests import Answered, Failed, Tally
 
+# From this status on it is a fault of ours and not of the request.
+_FAULT = 500
+
 
 def place_of(row: dict[str, Any]) -> str:
     return f"{row['source_file']}:{row['source_line']}"
@@ -46,8 +49,10 @@ def missing(chunk: pa.Table, staged: pa.Table) -> list[dict[str, Any]]:
 
 
 def kept(staged: pa.Table, retries_errors: bool) -> pa.Table:
-    """Of staged rows, those that aren't tried again."""
-    return staged.filter(pc.is_null(staged["reason"])) if retries_errors else staged
+    """Of staged rows, those that aren't tried again: with `retries_errors`, what failed for no fault of its own is."""
+    if not retries_errors:
+        return staged
+    return staged.filter(pc.less(pc.fill_null(staged["status_code"], 0), _FAULT))
 
 
 def conclude(row: dict[str, Any], event: Answered | Failed, replica: str, attempt: int) -> tuple[dict[str, Any], Tally]:
@@ -116,7 +121,8 @@ def _tally_of_one(row: dict[str, Any]) -> Tally:
     # What the plan expected; nothing of a row that is answered by another's answer.
     work = 0.0 if is_repeated else row["num_output_tokens"] + PROMPT_COST * row["num_prompt_tokens"]
     if row.get("reason") is not None:
-        return Tally(num_failed=1, reasons={row["reason"]: 1}, work=work)
+        num_faults = int(row["status_code"] >= _FAULT)
+        return Tally(num_failed=1, num_faults=num_faults, reasons={row["reason"]: 1}, work=work)
     prompt_tokens, completion_tokens = row["prompt_tokens"], row["completion_tokens"]
     is_cut = row["endpoint"] == "/v1/completions" and "length" in row["finish_reason"]
     return Tally(

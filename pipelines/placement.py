@@ -1,9 +1,13 @@
 """Placement: how many replicas a cluster has room for, and what each takes of it."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from pipelines.order import PARTS_OF_A_SHARE
 from schemas.failures import UsageError
+from schemas.plans import Chunk
 from schemas.settings import RunSettings
 
 # More rows than the engine computes at a time stand ready in it, so that no step runs with empty places.
@@ -32,12 +36,15 @@ class Placement:
         """CPU cores that a replica computes on; None where it has GPUs."""
         return None if self.num_gpus else self.num_cpus
 
-    def for_chunks(self, requests_each: Sequence[int]) -> "Placement":
-        """The same for chunks of so many requests: no replica without a chunk, and none that takes more than an even
-        share, since another that comes up later can't have what it has taken."""
-        num_chunks = len(requests_each)
+    def for_chunks(self, chunks: Sequence[Chunk]) -> "Placement":
+        """The same for these chunks in their order: no replica without a chunk, and none that takes more than an even
+        share at first, since another that comes up later can't have what it has taken."""
+        num_chunks = len(chunks)
+        requests_each, works = [chunk.num_requests for chunk in chunks], [chunk.work for chunk in chunks]
         num_replicas = self.num_replicas if self.is_fixed else min(self.num_replicas, num_chunks)
-        share = -(-num_chunks // num_replicas)
+        share = bisect_right(list(accumulate(works)), sum(works) / num_replicas)
+        # One request may be more than that by itself; others go on beside it.
+        share = min(max(share, PARTS_OF_A_SHARE), -(-num_chunks // num_replicas))
         # So many that the engine is full although one of them comes to its end; the first chunks tell, for later ones
         # are smaller.
         first = requests_each[: max(1, num_replicas * self.rows_in_flight // max(requests_each))]

@@ -85,7 +85,9 @@ def make_plan(
     ordered = arrange(chunks, num_replicas * rows_in_flight)
     if num_replicas > 1:
         ordered = split(ordered, num_replicas)
-    return Plan(tuple(ordered), totals, validated, tuple(sorted(rejections)))
+    # What is known of each request was for cutting: of a plan, the driver holds the same however long its chunks are.
+    cut_out = tuple(replace(chunk, rows_each=b"", work_each=b"") for chunk in ordered)
+    return Plan(cut_out, totals, validated, tuple(sorted(rejections)))
 
 
 def with_key(block: pa.Table) -> pa.Table:

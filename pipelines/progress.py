@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from pipelines.storage import Folder
@@ -40,18 +40,26 @@ class ReplicaReport:
     # The rows that it has longest, by file and line, with their age in seconds; NUM_NAMED of them.
     oldest: list[tuple[str, float]] = field(default_factory=list)
 
+    def older_by(self, seconds: float) -> "ReplicaReport":
+        if not self.oldest:
+            return self
+        return replace(self, idle_s=self.idle_s + seconds, oldest=[(row, age + seconds) for row, age in self.oldest])
+
 
 class Scoreboard:
     """The newest report of each replica. Runs as a Ray actor."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, ReplicaReport] = {}
+        # With when it came.
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
 
     def report(self, replica: str, report: ReplicaReport) -> None:
-        self._reports[replica] = report
+        self._reports[replica] = (time.monotonic(), report)
 
     def read(self) -> dict[str, ReplicaReport]:
-        return self._reports
+        """Each as it would be by now, had nothing happened since: one that hangs or has died reports no more."""
+        now = time.monotonic()
+        return {replica: report.older_by(now - came) for replica, (came, report) in self._reports.items()}
 
 
 def start_scoreboard() -> Any:
@@ -132,7 +140,7 @@ class Watch:
         self._stop.set()
         self._thread.join(timeout=10)
         if kind is None:
-            self._show(self._progress({}))
+            self._show(self.look({}))
 
     def finished(self, chunk: int, tally: Tally) -> None:
         """A chunk's final tally."""
@@ -145,11 +153,12 @@ class Watch:
 
         while not self._stop.wait(REPORT_S):
             try:
-                self._show(self._progress(ray.get(self._scoreboard.read.remote(), timeout=5)))
+                self._show(self.look(ray.get(self._scoreboard.read.remote(), timeout=5)))
             except Exception:  # progress must never fail a run; the next second tells
                 log.debug("no progress to tell", exc_info=True)
 
-    def _progress(self, reports: dict[str, ReplicaReport]) -> Progress:
+    def look(self, reports: dict[str, ReplicaReport]) -> Progress:
+        """How far the run is, by what its replicas report now."""
         now = time.monotonic()
         if reports and self._started is None:
             self._started = now

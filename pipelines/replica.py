@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -144,6 +145,18 @@ _KILLER = Failure(
 )
 
 
+def take_all(queue: "SimpleQueue[Future[Any]]", timeout_s: float) -> list["Future[Any]"]:
+    """All that is in a queue by now; waits for the first. Unlike `concurrent.futures.wait`, this costs the same however
+    many others are still under way."""
+    taken = []
+    try:
+        taken.append(queue.get(timeout=timeout_s))
+        while True:
+            taken.append(queue.get_nowait())
+    except Empty:
+        return taken
+
+
 class Gate:
     """Who is in the engine: many together, or one alone."""
 
@@ -233,16 +246,15 @@ class Replica:
         asked = gather(missing(self._read_chunk(chunk), staged))
         new = Tally()
         with Staging(self._stage, number, attempt, parts) as staging:
-            sent = dict(self._submit(rows) for rows in asked)
-            pending: set[Future[Any]] = set(sent)
+            done: SimpleQueue[Future[Any]] = SimpleQueue()
+            sent = dict(self._submit(rows, done) for rows in asked)
             suspects: list[Sent] = []
-            while pending or suspects:
-                if not pending:
-                    tried, sent[tried] = self._submit_alone(suspects.pop())
-                    pending.add(tried)
-                done, pending = wait(pending, timeout=STAGE_S, return_when=FIRST_COMPLETED)
+            while sent or suspects:
+                if not sent:
+                    tried, sent[tried] = self._submit_alone(suspects.pop(), done)
                 # Those first that are whole: what follows may end it all.
-                for future in sorted(done, key=lambda future: future.exception() is not None):
+                taken = take_all(done, timeout_s=STAGE_S)
+                for future in sorted(taken, key=lambda future: future.exception() is not None):
                     made = sent.pop(future)
                     outcomes, again, tally = self._conclude(future, made, attempt)
                     staging.add(outcomes)
@@ -251,8 +263,7 @@ class Replica:
                     if again is not None and again.num_deaths >= _DEATHS_OF_A_SUSPECT:
                         suspects.append(again)
                     elif again is not None:
-                        renewed, sent[renewed] = self._submit(again.rows, again.num_deaths)
-                        pending.add(renewed)
+                        renewed, sent[renewed] = self._submit(again.rows, done, again.num_deaths)
                 staging.stage_what_is_due()
         return {
             "number": [number],
@@ -263,25 +274,36 @@ class Replica:
             "ended": [time.time()],
         }
 
-    def _submit(self, rows: list[dict[str, Any]], num_deaths: int = 0) -> tuple["Future[Any]", Sent]:
-        """A request's future, and what it is to answer."""
+    def _submit(
+        self, rows: list[dict[str, Any]], done: "SimpleQueue[Future[Any]]", num_deaths: int = 0
+    ) -> tuple["Future[Any]", Sent]:
+        """A request's future, which goes to `done` when it is, and what it is to answer."""
         self._gate.enter()
-        future, sent = self._send(rows, num_deaths)
+        future, sent = self._send(rows, done, num_deaths)
         future.add_done_callback(lambda _: self._gate.leave())
         return future, sent
 
-    def _submit_alone(self, suspect: Sent) -> tuple["Future[Any]", Sent]:
-        """The same for a request that gets the engine for itself; the future is done."""
+    def _submit_alone(self, suspect: Sent, done: "SimpleQueue[Future[Any]]") -> tuple["Future[Any]", Sent]:
+        """The same for a request that gets the engine for itself, until it is done.
+
+        Before it and after it the engine is one that answers: if it dies, it is with this request.
+        """
         with self._gate.alone():
-            future, sent = self._send(suspect.rows, suspect.num_deaths)
+            self._see_engine_answer()
+            future, sent = self._send(suspect.rows, done, suspect.num_deaths)
             wait([future])
+            if isinstance(future.exception(), EngineUnusable):
+                self._see_engine_answer()
         return future, sent
 
-    def _send(self, rows: list[dict[str, Any]], num_deaths: int) -> tuple["Future[Any]", Sent]:
+    def _send(
+        self, rows: list[dict[str, Any]], done: "SimpleQueue[Future[Any]]", num_deaths: int
+    ) -> tuple["Future[Any]", Sent]:
         sent = Sent(rows, self._num_restarts, time.monotonic(), num_deaths)
         row = rows[0]
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
         self._open.submitted(future, sent)
+        future.add_done_callback(done.put)
         return future, sent
 
     def _conclude(
@@ -297,7 +319,6 @@ class Replica:
             self._restart_engine(sent.num_restarts, error)
             if sent.num_deaths < _DEATHS_OF_A_SUSPECT:
                 return [], replace(sent, num_deaths=sent.num_deaths + 1), Tally()
-            self._check_engine()
             log.warning("%s is given up: the engine died with it alone", place_of(sent.rows[0]))
             event = Failed(_KILLER)
         # What failed for no fault of its own says nothing about the rows that ask for the same.
@@ -313,10 +334,17 @@ class Replica:
         # The next of them is the one that is asked now.
         return outcomes, replace(sent, rows=[{**left[0], "is_repeated": False}, *left[1:]]), total
 
-    def _check_engine(self) -> None:
-        """See that the engine answers anything at all, or it isn't the request that kills it. Raises EngineUnusable."""
-        self._engine.submit(_SMALLEST, lane="batch").result()
-        self._num_deaths_in_a_row = 0
+    def _see_engine_answer(self) -> None:
+        """Start the engine again where it is dead, until it answers. Raises EngineUnusable where it doesn't."""
+        while True:
+            num_restarts = self._num_restarts
+            try:
+                self._engine.submit(_SMALLEST, lane="batch").result()
+            except EngineUnusable as error:
+                self._restart_engine(num_restarts, error)
+            else:
+                self._num_deaths_in_a_row = 0
+                return
 
     def _restart_engine(self, num_restarts: int, error: EngineUnusable) -> None:
         """Start the engine again, unless another chunk's thread has since `num_restarts`. Raises EngineUnusable where

@@ -87,13 +87,13 @@ def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> 
     """Write the three tables of a run.
 
     `outcomes`: all of them in input order, each once, as `sorted_outcomes` gives them. Memory holds one of its tables
-    and a row group at a time. Asserts that they are `num_rows` rows.
+    and a row group of each of ours at a time. Asserts that they are `num_rows` rows.
     """
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(TableWriter(run, name, schema)) for name, schema in tables.PUBLISHED.items()
         }
-        for rows in outcomes:
+        for rows in _in_slices(outcomes):
             answered = rows.filter(pc.is_null(rows["reason"]))
             writers["responses"].write(answered)
             writers["usage"].write(answered)
@@ -118,7 +118,7 @@ def sorted_outcomes(work: Folder, parts: Sequence[str]) -> Iterator[pa.Table]:
     staged = ray.data.from_items(items, override_num_blocks=len(items))
     placed = staged.map_batches(PartReader(work), batch_format="pyarrow", batch_size=1)
     ordered = placed.sort([name for name, _ in _ORDER])
-    yield from _newest(ordered.iter_batches(batch_format="pyarrow", batch_size=None))
+    yield from _newest(ordered.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0))
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,17 @@ def _newest(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
         held = rows.slice(rows.num_rows - 1)
     if held is not None:
         yield held
+
+
+def _in_slices(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of about BLOCK_BYTES, so that what is copied of them is small."""
+    for rows in outcomes:
+        if not rows.num_rows:
+            continue
+        num_slices = -(-rows.nbytes // tables.BLOCK_BYTES)
+        rows_each = -(-rows.num_rows // num_slices)
+        for start in range(0, rows.num_rows, rows_each):
+            yield rows.slice(start, rows_each)
 
 
 def publish_manifest(output: Folder, run_id: str, manifest: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Chunk:
     # In tokens of answers (`pipelines/order.py`); the most tokens of one answer.
     work: float
     longest: int
-    # Rows and work of each request in it, as arrays of 32 bits.
+    # Rows and work of each request in it, as arrays of 32 bits, until it is cut no further.
     rows_each: bytes = b""
     work_each: bytes = b""
 

@@ -56,6 +56,8 @@ class Tally:
 
     num_answered: int = 0
     num_failed: int = 0
+    # Of these, the ones that failed for no fault of their own, and may be tried again.
+    num_faults: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     # Rows that were answered by an equal one's answer, and the tokens that nobody computed.

@@ -4,6 +4,7 @@ The answer to a prompt is its words in reverse; some words in a prompt ask for a
 """
 
 import asyncio
+import glob
 import math
 import os
 import threading
@@ -21,8 +22,9 @@ from schemas.requests import Answered, Event, Failed, Lane, Request, Timing
 
 class DeterministicEngine:
     """Answers at once, or after `slow:<seconds>`; fails on `fail`; dies on `die`, and on `die:<file>` unless the file
-    is there, which it then is; is late on `late:<file>` in the same way; takes the whole process with it on `exit`;
-    answers with a NaN on `nan`."""
+    is there, which it then is; is late on `late:<file>` in the same way; takes the whole process with it on `exit`, and
+    after its waits on `exit:<file>` in the same way; answers with a NaN on `nan`. Waits on `until:<pattern>` for a file
+    whose path is like that, a minute at most."""
 
     def __init__(self, dies_after: int | None = None) -> None:
         """`dies_after`: so many requests it answers; then it is dead, however often it is started again."""
@@ -55,6 +57,14 @@ class DeterministicEngine:
                 yield Failed(Failure(504, "deadline_exceeded", "too late"))
                 return
         await asyncio.sleep(sum(float(word.partition(":")[2]) for word in words if word.startswith("slow:")))
+        for pattern in (word.removeprefix("until:") for word in words if word.startswith("until:")):
+            until = time.monotonic() + 60
+            while not glob.glob(pattern) and time.monotonic() < until:  # noqa: PTH207 - looks at no folder for one path
+                await asyncio.sleep(0.1)
+        for path in (Path(word.removeprefix("exit:")) for word in words if word.startswith("exit:")):
+            if not path.exists():
+                path.touch()
+                os._exit(1)
         choice = {"index": 0, "text": " ".join(reversed(words)), "finish_reason": "stop"}
         usage = {"prompt_tokens": len(words), "completion_tokens": len(words), "total_tokens": 2 * len(words)}
         # Not part of an API's answer: what reached the engine, for tests that compare it.

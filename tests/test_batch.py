@@ -4,6 +4,8 @@ import gc
 import json
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +14,7 @@ import pytest
 from pipelines.replica import Gate, Replica
 from schemas import tables
 from schemas.failures import EngineUnusable, UsageError
-from tests.conftest import write_lines
+from tests.conftest import Silence, write_lines
 from tests.deterministic import DeterministicEngine, Starts
 
 # Rows of a chunk on CPUs, when the rows are short and one replica takes them.
@@ -106,6 +108,31 @@ def test_several_replicas_share_the_work(tmp_path, score):
     assert run.table("responses")["source_line"].to_pylist() == list(range(1, 6 * CHUNK_ROWS + 1))
 
 
+@dataclass(frozen=True)
+class OneByOne(Starts):
+    """Of two engines that come to the meeting one is up some seconds after the other, and leaves a file to say so."""
+
+    def __call__(self) -> DeterministicEngine:
+        folder = Path(self.meeting[0])
+        try:
+            (folder / "first").touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(3)
+            (folder / "second").touch()
+        return DeterministicEngine()
+
+
+def test_a_replica_that_is_up_first_leaves_the_other_half_of_the_work_and_of_the_longest(tmp_path, score):
+    # None is answered before both are up: what the first has taken by then is what it took at once.
+    wait = f"until:{tmp_path / 'second'} slow:3"
+    short = [{"prompt": f"{wait} row {n}", "max_tokens": 30} for n in range(92)]
+    long = [{"prompt": f"{wait} row {n}", "max_tokens": 400} for n in range(8)]
+    path = write_lines(tmp_path / "a.jsonl", *short, *long)
+    replicas = score(path, start=OneByOne(meeting=(str(tmp_path), 2)), replicas=2).table("usage")["replica"]
+    assert [one["counts"] for one in replicas.slice(92).value_counts().to_pylist()] == [4, 4]
+    assert min(one["counts"] for one in replicas.value_counts().to_pylist()) >= 35
+
+
 def test_an_engine_that_does_not_start_ends_the_run_with_its_reason(tmp_path, score):
     with pytest.raises(EngineUnusable, match=r"^no such weights$"):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="no such weights"))
@@ -168,9 +195,21 @@ def test_an_output_folder_that_holds_something_else_is_refused(tmp_path, score):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}))
 
 
-def test_progress_has_true_totals(tmp_path, score):
-    lines = [{"prompt": f"slow:{1.2 + 2 * (n % 2)} row"} for n in range(2 * CHUNK_ROWS)]
+def test_progress_has_true_totals(tmp_path, score, monkeypatch):
+    half, rest = tmp_path / "half", tmp_path / "rest"
+
+    def progress(self, now):
+        """Half of the rows are answered when all are seen to be under way, and the rest when those are seen."""
+        self.seen.append(now)
+        if now.num_in_flight == 2 * CHUNK_ROWS:
+            half.touch()
+        if now.done.num_done == CHUNK_ROWS:
+            rest.touch()
+
+    monkeypatch.setattr(Silence, "progress", progress)
+    lines = [{"prompt": f"until:{rest if n % 2 else half} row"} for n in range(2 * CHUNK_ROWS)]
     run = score(write_lines(tmp_path / "a.jsonl", *lines, "broken"))
+    assert half.exists() and rest.exists()
     assert {now.total_rows for now in run.show.seen} == {2 * CHUNK_ROWS}
     done = [now.done.num_done for now in run.show.seen]
     assert done == sorted(done) and CHUNK_ROWS in done and done[-1] == 2 * CHUNK_ROWS

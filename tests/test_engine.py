@@ -9,8 +9,8 @@ import time
 import pytest
 
 from pipelines.engine import EngineStart, VllmEngine
-from pipelines.infer import conclude
 from pipelines.model import resolve
+from pipelines.outcomes import conclude
 from schemas.failures import EngineUnusable
 from schemas.requests import Answered, Failed, Request
 from schemas.settings import EngineSettings
@@ -67,6 +67,7 @@ def test_a_chat_is_answered_with_the_models_own_template(engine):
     assert plain.body["object"] == "chat.completion" and "metrics" not in plain.body
     assert in_parts.body["choices"] == plain.body["choices"]
     row = {"source_file": "f", "source_line": 1, "endpoint": "/v1/chat/completions", "request": '{"messages": []}'}
+    row |= {"is_repeated": False, "num_prompt_tokens": 9, "num_output_tokens": 24}
     outcome, tally = conclude(row, plain, "r", 1)
     assert outcome["text"] == [plain.body["choices"][0]["message"]["content"]] and tally.num_cut_by_default == 0
     failed = chat(messages=[{"role": "user", "content": "a " * 9_000}])

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipelines.order import ChunkSize, Leaf, cut, shares, walk
+from pipelines.order import ChunkSize, Leaf, cut, deal, shares, walk
 from pipelines.prefixes import BLOCK, path_of, shared_levels
 
 
@@ -87,5 +87,17 @@ def test_a_chunk_ends_with_its_group_where_that_is_near():
 
 
 def test_chunks_grow_smaller_towards_the_end():
-    most = shares([10.0] * 100, 2, 4)
-    assert most[0] == 125 and most == sorted(most, reverse=True) and most[-1] == pytest.approx(10 / 8)
+    most = shares([10.0] * 100, 2)
+    assert most == sorted(most, reverse=True) and most[-1] == pytest.approx(10 / 8)
+    assert most[50] == pytest.approx(most[0]) and most[75] == pytest.approx(most[0] / 2)
+
+
+def test_half_of_the_first_chunks_is_half_of_their_work():
+    """Whoever is up first takes several at once, which nobody gets back: then by number is to be by work."""
+    most = shares([1.0] * 100, 2)
+    assert most[0] == 100 / 16 and len({round(one, 9) for one in most[:50]}) == 1
+
+
+def test_hands_of_the_first_chunks_are_alike_whoever_takes_one_first():
+    assert deal([9, 8, 7, 6, 5, 4, 3, 2, 1], 2, 3) == [9, 7, 5, 8, 6, 4, 3, 2, 1]
+    assert deal([3, 2, 1], 2, 5) == [3, 1, 2] and deal([3, 2, 1], 1, 2) == [3, 2, 1] and deal([], 2, 2) == []
