@@ -1,8 +1,10 @@
 """The parts of the benchmarks that need no engine: their work, what could be cached of it, and the form of figures."""
 
+import json
 from collections import Counter
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.benchmarks import report
 from tests.benchmarks.sides import Run, interleave, run_batch, work
@@ -84,3 +86,16 @@ def test_a_figure_is_the_ratio_of_medians():
         "rounds": [[30.0, 5.0], [10.0, 10.0], [20.0, 20.0]],
     }
     assert FIGURES[1].to_json()["ratio"] is None
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_figures_of_several_files_are_shown_and_drawn(tmp_path, ending, begins):
+    pytest.importorskip("matplotlib")
+    for number, figure in enumerate(FIGURES):
+        (tmp_path / f"{number}.json").write_text(json.dumps([figure.to_json()]))
+    app = report.typer.Typer()
+    app.command()(report.main)
+    chart = tmp_path / f"chart.{ending}"
+    done = CliRunner().invoke(app, [str(tmp_path / "0.json"), str(tmp_path / "1.json"), "--chart", str(chart)])
+    assert done.exit_code == 0 and "speed" in done.output and "alone" in done.output
+    assert chart.read_bytes().startswith(begins)
