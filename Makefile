@@ -37,7 +37,11 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	for benchmark in $(filter-out %/report.py %/__init__.py,$(wildcard tests/benchmarks/*.py)); do $(BIN)/python $$benchmark || exit 1; done
+	rm -rf out/bench && mkdir -p out/bench
+	for name in $(filter-out report __init__,$(basename $(notdir $(wildcard tests/benchmarks/*.py)))); do \
+	  $(BIN)/python tests/benchmarks/$$name.py --json out/bench/$$name.json || exit 1; \
+	done
+	$(BIN)/python tests/benchmarks/report.py out/bench/*.json --chart out/bench/figures.svg
 
 lock: setup
 	$(BIN)/python .ci/lock.py

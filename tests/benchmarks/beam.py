@@ -26,8 +26,8 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
-from tests.benchmarks import bare  # noqa: E402 - found below the root
 from tests.benchmarks.report import Figure, report  # noqa: E402 - found below the root
+from tests.benchmarks.sides.engine import engine_arguments  # noqa: E402 - found below the root
 
 LANDS = (
     *("France", "Italy", "Spain", "Germany", "Japan", "China", "India", "Brazil"),
@@ -93,7 +93,7 @@ def run_vllm(number: int, *, same_settings: bool) -> dict:
     """Seconds of vLLM's own beam search, and its answers."""
     from pipelines.model import resolve
 
-    arguments = bare.engine_arguments("ours" if same_settings else "default")
+    arguments = engine_arguments("tuned" if same_settings else "default")
     from vllm import LLM
     from vllm.sampling_params import BeamSearchParams
 

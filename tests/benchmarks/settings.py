@@ -1,6 +1,6 @@
 """What the settings that we choose for this machine gain over vLLM's defaults.
 
-The same `LLM.generate` over the same requests (see `tests/benchmarks/bare.py`) on every side, each in a process of its
+The same `LLM.generate` over the same requests (see `tests/benchmarks/sides/`) on every side, each in a process of its
 own, in interleaved rounds:
 
 - ours: threads bound to all cores, small cache blocks, wide steps, the number type that the CPU computes fast, eager
@@ -18,8 +18,10 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
-from tests.benchmarks import bare  # noqa: E402 - found below the root
-from tests.benchmarks.report import Figure, report  # noqa: E402
+from tests.benchmarks.report import Figure, report  # noqa: E402 - found below the root
+from tests.benchmarks.sides import run_peer  # noqa: E402 - found below the root
+from tests.benchmarks.sides.engine import Setting  # noqa: E402 - found below the root
+from tests.benchmarks.sides.work import make_requests, write_lines  # noqa: E402 - found below the root
 
 NUM_REQUESTS, NUM_QUICK = 96, 32
 
@@ -30,18 +32,18 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds of all sides.")] = 2,
 ) -> None:
     """Tokens per second with our engine settings over those with vLLM's defaults."""
-    told: dict[bare.Side, list[float]] = {side: [] for side in get_args(bare.Side)}
+    told: dict[Setting, list[float]] = {side: [] for side in get_args(Setting)}
     with tempfile.TemporaryDirectory() as scratch:
-        requests = Path(scratch) / "requests.jsonl"
-        bare.write_requests(requests, NUM_QUICK if quick else NUM_REQUESTS)
+        requests = write_lines(Path(scratch) / "requests.jsonl", make_requests(NUM_QUICK if quick else NUM_REQUESTS))
         for turn in range(1 if quick else rounds):
             for side in told if turn % 2 == 0 else reversed(list(told)):
-                told[side].append(bare.measure(side, requests))
+                run = run_peer("bare", side, requests)
+                told[side].append(run.num_tokens / run.generation_s)
     report(
         [
-            Figure("settings, preloaded / vLLM's defaults", told["ours"], told["default"], 2.3, "tokens/s"),
+            Figure("settings, preloaded / vLLM's defaults", told["tuned"], told["default"], 2.3, "tokens/s"),
             Figure("settings / vLLM's defaults", told["no-preload"], told["default"], 2.1, "tokens/s"),
-            Figure("preloaded / defaults in our number type", told["ours"], told["default-dtype"], None, "tokens/s"),
+            Figure("preloaded / defaults in our number type", told["tuned"], told["default-dtype"], None, "tokens/s"),
         ],
         json_file,
     )
