@@ -8,5 +8,6 @@ class ExitStatus(IntEnum):
     FAILED = 1
     USAGE = 2
     ROW_ERRORS = 3
+    TOO_MANY_ERRORS = 4
     INTERRUPTED = 130
     TERMINATED = 143

@@ -15,7 +15,7 @@ from jobs.config import CONTEXT, ConfigOption, make_app
 from jobs.exits import ExitStatus
 from jobs.interrupts import carry_out
 from jobs.options import say
-from schemas.failures import EngineUnusable, UsageError
+from schemas.failures import EngineUnusable, TooManyErrors, UsageError
 
 if TYPE_CHECKING:
     from schemas.settings import RunSettings
@@ -55,6 +55,9 @@ def score(
         bool,
         typer.Option("--retry-errors", help="Try rows again that failed for no fault of their own."),
     ] = False,
+    max_errors: Annotated[
+        str | None, typer.Option("--max-errors", metavar="N|P%", help="Stop when more rows than this have failed.")
+    ] = None,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep spool and staged parts below _work/.")] = False,
     verbose: options.Verbose = False,
     config: ConfigOption = None,
@@ -65,11 +68,12 @@ def score(
 
     While it runs, `overnight status --output …` tells how far it is.
 
-    Exit status: 0 all rows answered, 3 finished with row errors, 2 wrong usage, 1 failed, 130/143 interrupted.
+    Exit status: 0 all rows answered, 3 finished with row errors, 4 stopped at --max-errors, 2 wrong usage, 1 failed,
+    130/143 interrupted.
     """
 
     def work() -> int:
-        from schemas.settings import RunSettings, parse_prices
+        from schemas.settings import RunSettings, parse_max_errors, parse_prices
 
         if output == "":
             raise UsageError("--output: found nothing, expected a path or URI. Is a variable unset?")
@@ -93,6 +97,7 @@ def score(
             restart=restart,
             retry_errors=retry_errors,
             dedup=not no_dedup,
+            max_errors=parse_max_errors(max_errors),
             prices=parse_prices(price or []),
             **shared,
         )
@@ -112,6 +117,8 @@ def run(settings: "RunSettings", allow_errors: bool) -> int:
             summary = batch.run(settings, view)
     except EngineUnusable as error:
         return say(f"{error}. Run again with --verbose to see the engine's own log", ExitStatus.FAILED)
+    except TooManyErrors as error:
+        return say(f"{error}; what is finished is kept", ExitStatus.TOO_MANY_ERRORS)
     print_summary(summary)
     if not summary.totals.num_failed or (allow_errors and summary.totals.num_answered):
         return ExitStatus.OK

@@ -11,13 +11,14 @@ from pipelines import cluster, infer, plan, progress, runs, write
 from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
 from pipelines.lease import Lease
-from pipelines.manifest import Summary, make_manifest, summarise, summary_of
+from pipelines.manifest import Summary, add, make_manifest, summarise, summary_of
 from pipelines.placement import Placement, count, place
 from pipelines.prepare import Prepared, prepare
 from pipelines.progress import Show
 from pipelines.storage import Folder
-from schemas.failures import UsageError
+from schemas.failures import TooManyErrors, UsageError
 from schemas.plans import Plan
+from schemas.requests import Tally
 from schemas.settings import RunSettings
 
 # More rows than the engine computes at a time stand ready in it, so that no step runs with empty places.
@@ -41,7 +42,8 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     """Answer every line of the input, and publish the tables; or go on with a run that was broken off.
 
     `start_engine` replaces vLLM, for tests. Raises UsageError before any engine starts for what the user must change,
-    and EngineUnusable when the engine doesn't start or dies; what was finished by then stays below `_work/`.
+    TooManyErrors where more rows fail than may, and EngineUnusable when the engine doesn't start or dies time and
+    again; what was finished by then stays below `_work/`.
     """
     began = time.time()
     prepared = prepare(settings, show)
@@ -65,6 +67,7 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
             else:
                 show.phase(f"going on with run {unfinished.run_id}")
                 planned = runs.load_plan(work)
+            _stop_at(settings.max_errors, planned.validated, planned.num_rows)
             chunks, replicas = _infer(settings, planned, placement, prepared, work, show, start_engine)
             show.phase("publishing")
             parts = [*planned.rejections, *(part for chunk in chunks for part in chunk.parts)]
@@ -78,6 +81,19 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         if not settings.keep_work and not summary.totals.num_faults:
             work.remove()
     return summary
+
+
+def _stop_at(most: float | None, tally: Tally, num_rows: int) -> None:
+    """Raises TooManyErrors where more rows failed than may: a number of them, or a share of all below 1."""
+    if most is None or tally.num_failed <= (most * num_rows if isinstance(most, float) else most):
+        return
+    reasons = sorted(tally.reasons.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{number:,} {reason}" for reason, number in reasons[:3])
+    allowed = f"{most:.4g} of all" if isinstance(most, float) else f"{most:,}"
+    raise TooManyErrors(
+        f"{tally.num_failed:,} of {num_rows:,} rows have failed ({told}), and --max-errors allows {allowed}. Look at "
+        "them with `overnight check`, or run again with more"
+    )
 
 
 def _finished(settings: RunSettings, output: Folder, made: Mapping[str, Any]) -> Summary | None:
@@ -155,6 +171,7 @@ def _infer(
     )
     scoreboard = progress.start_scoreboard()
     with progress.Watch(planned.totals, scoreboard, show.progress) as watch:
+        failed = add([planned.validated, *(chunk.tally for chunk in done)])
         for chunk in done:
             watch.finished(chunk.number, chunk.tally)
         for chunk in infer.run_chunks(
@@ -162,6 +179,8 @@ def _infer(
         ):
             watch.finished(chunk.number, chunk.tally)
             done.append(chunk)
+            failed.add(chunk.tally)
+            _stop_at(settings.max_errors, failed, planned.num_rows)
     return done, placement.num_replicas
 
 

@@ -35,6 +35,8 @@ def connected(verbose: bool) -> Iterator[None]:
     # A cluster of our own watches itself less often than Ray's would: on a small machine that is the engine's time.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", str(_WATCH_MS))
     os.environ.setdefault("RAY_metrics_report_interval_ms", str(_WATCH_MS))
+    # Its workers, and with them the engines, are no less urgent than what else a shared machine does.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if not verbose:
         # Ray's core writes its own warnings past its log files; the exceptions that it raises still arrive.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")

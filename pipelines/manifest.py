@@ -62,8 +62,8 @@ def summarise(
         prepared.run_id,
         prepared.output.show("runs", prepared.run_id),
         {name: prepared.output.show("runs", prepared.run_id, name, "*.parquet") for name in tables.PUBLISHED},
-        totals=_add([planned.validated, *(chunk.tally for chunk in chunks)]),
-        now=_add([chunk.new for chunk in new]),
+        totals=add([planned.validated, *(chunk.tally for chunk in chunks)]),
+        now=add([chunk.new for chunk in new]),
         num_rows=planned.num_rows,
         num_refused=planned.validated.num_failed,
         expected=planned.totals,
@@ -94,7 +94,8 @@ def summary_of(manifest: Mapping[str, Any], output: Folder) -> Summary:
     )
 
 
-def _add(tallies: list[Tally]) -> Tally:
+def add(tallies: list[Tally]) -> Tally:
+    """All of them together."""
     total = Tally()
     for tally in tallies:
         total.add(tally)

@@ -78,3 +78,7 @@ class EngineUnusable(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class TooManyErrors(Exception):
+    """More rows failed than the user allows: the run stops, what is finished is kept."""

@@ -80,6 +80,8 @@ class RunSettings(InputSettings):
     keep_work: bool = False
     # Whether equal requests that must have the same answer are answered once.
     dedup: bool = True
+    # More rows that fail end the run: a number of them, or a share of all. None: however many.
+    max_errors: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | None = None
     # Whether what stands in the output folder is left as it is, and the run begins anew.
     restart: bool = False
     # Whether rows that failed in an engine are tried again.
@@ -97,6 +99,22 @@ def parse_engine_settings(pairs: list[str]) -> EngineSettings:
     if "allow" in values:
         values["allow"] = tuple(name.strip() for name in values["allow"].split(",") if name.strip())
     return _make(EngineSettings, values, "--engine", "setting")
+
+
+def parse_max_errors(text: str | None) -> int | float | None:
+    """The most rows that may fail, of `--max-errors`: a number, or a share as `5%`. Raises UsageError."""
+    if text is None:
+        return None
+    number = text.strip().removesuffix("%")
+    is_share = text.strip().endswith("%")
+    try:
+        if not is_share and number.isdecimal():
+            return int(number)
+        if is_share and 0 <= float(number) < 100:
+            return float(number) / 100
+    except ValueError:
+        pass
+    raise UsageError(f"--max-errors {text}: expected a number of rows, such as 100, or a share below 100%, such as 5%")
 
 
 def parse_prices(pairs: list[str]) -> Prices | None:

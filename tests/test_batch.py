@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import pytest
 
 from pipelines.replica import Gate, Replica
 from schemas import tables
-from schemas.failures import EngineUnusable, UsageError
+from schemas.failures import EngineUnusable, TooManyErrors, UsageError
+from schemas.settings import parse_max_errors
 from tests.conftest import Silence, write_lines
 from tests.deterministic import DeterministicEngine, Starts
 
@@ -273,3 +275,38 @@ def test_who_wants_the_engine_alone_waits_for_the_others_and_they_for_him():
     first.join(5)
     second.join(5)
     assert told == ["alone", "together"]
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (2, "3 of 200 rows have failed (3 invalid_json), and --max-errors allows 2"),
+        (0.01, "3 of 200 rows have failed (3 invalid_json), and --max-errors allows 0.01 of all"),
+    ],
+)
+def test_a_run_with_too_many_lines_refused_stops_before_an_engine_starts(score, tmp_path, most, words):
+    path = write_lines(tmp_path / "in.jsonl", *({"prompt": f"{n}"} for n in range(197)), "x", "y", "z")
+    with pytest.raises(TooManyErrors, match=re.escape(words)):
+        score(path, start=Starts(error="must not start"), max_errors=most)
+
+
+def test_a_run_in_which_too_many_rows_fail_stops_and_goes_on_when_it_may(score, tmp_path):
+    lines = [{"prompt": f"fail {n}" if n % 2 else f"row {n}"} for n in range(300)]
+    path = write_lines(tmp_path / "in.jsonl", *lines)
+    with pytest.raises(TooManyErrors, match=r"\d+ of 300 rows have failed \(\d+ asked_to_fail\)"):
+        score(path, max_errors=10)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    run = score(path, max_errors=150)
+    assert run.table("errors").num_rows == run.table("responses").num_rows == 150
+    assert run.manifest["computed"]["rows"] < 300
+
+
+@pytest.mark.parametrize(("text", "most"), [(None, None), ("0", 0), ("100", 100), ("5%", 0.05), ("0.5%", 0.005)])
+def test_how_many_rows_may_fail_is_a_number_or_a_share(text, most):
+    assert parse_max_errors(text) == most and type(parse_max_errors(text)) is type(most)
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "100%", "-1%", "1.5", "%"])
+def test_how_many_rows_may_fail_is_refused_where_it_is_neither(text):
+    with pytest.raises(UsageError, match="expected a number of rows, such as 100, or a share"):
+        parse_max_errors(text)

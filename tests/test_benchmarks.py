@@ -90,7 +90,6 @@ def test_a_figure_is_the_ratio_of_medians():
 
 @pytest.mark.parametrize(("ending", "begins"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_figures_of_several_files_are_shown_and_drawn(tmp_path, ending, begins):
-    pytest.importorskip("matplotlib")
     for number, figure in enumerate(FIGURES):
         (tmp_path / f"{number}.json").write_text(json.dumps([figure.to_json()]))
     app = report.typer.Typer()
