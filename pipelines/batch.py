@@ -12,7 +12,7 @@ from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
 from pipelines.lease import Lease
 from pipelines.manifest import Summary, add, make_manifest, summarise, summary_of
-from pipelines.placement import Placement, count, place
+from pipelines.placement import Placement, count, engine_settings, place
 from pipelines.prepare import Prepared, prepare
 from pipelines.progress import Show
 from pipelines.storage import Folder
@@ -59,7 +59,7 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
         show = progress.StatusFile(show, work, prepared.run_id)
         show.phase("starting Ray")
         with cluster.connected(settings.verbose):
-            placement = place(settings)
+            placement = place(settings, prepared.model)
             if unfinished is None:
                 runs.begin(work, made)
                 planned = make_plan(settings, prepared, placement, show)
@@ -164,7 +164,7 @@ def _infer(
     start = start_engine or EngineStart(
         prepared.model.spec,
         settings.served_names,
-        settings.engine,
+        engine_settings(settings.engine, placement, sum(planned.chunks[item["number"]].work for item in left)),
         placement.replicas_per_node,
         placement.cores,
         {name: adapter.spec for name, adapter in prepared.adapters.items()},

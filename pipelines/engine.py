@@ -134,14 +134,14 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         limits = read_limits(model, served_names, settings, adapters)
-        claim = None
+        claim, num_parts = None, settings.tensor_parallel_size or 1
         # The model is here by now; nothing may wait for a hub that can't be reached.
         environment = {"HF_HUB_OFFLINE": "1"}
         if current_platform.is_cpu():
             cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
-            claim = machine.CoreClaim(cores, settings.tensor_parallel_size)
+            claim = machine.CoreClaim(cores, num_parts)
             choices = machine.cpu_arguments(settings, num_replicas, limits)
-            environment |= machine.cpu_environment(claim.cores, settings.tensor_parallel_size)
+            environment |= machine.cpu_environment(claim.cores, num_parts)
         else:
             choices = machine.gpu_arguments(settings, limits)
         for choice in choices:
@@ -186,7 +186,7 @@ class VllmEngine:
                 **arguments,
                 **lora_arguments(adapters),
                 "max_model_len": settings.max_model_len,
-                "tensor_parallel_size": settings.tensor_parallel_size,
+                "tensor_parallel_size": settings.tensor_parallel_size or 1,
                 "seed": settings.seed,
             },
             settings.batch_share,

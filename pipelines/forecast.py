@@ -32,7 +32,7 @@ def forecast(settings: RunSettings, show: Show) -> Forecast:
     show.phase("starting Ray")
     try:
         with cluster.connected(settings.verbose):
-            placement = place(settings)
+            placement = place(settings, prepared.model)
             planned = batch.make_plan(settings, prepared, placement, show)
     finally:
         prepared.work.remove()

@@ -42,6 +42,18 @@ class Model:
     name: str
     spec: str
 
+    @property
+    def weights_bytes(self) -> int:
+        folder = Path(self.path)
+        files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+        return sum(file.stat().st_size for file in files)
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads, which are shared out when the model is cut into parts; 1 where the folder doesn't say."""
+        config = read_json(Path(self.path) / "config.json")
+        return int((config.get("text_config") or config).get("num_attention_heads") or 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:

@@ -1,17 +1,44 @@
 """Placement: how many replicas a cluster has room for, and what each takes of it."""
 
+import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
+from pipelines.model import Model
 from pipelines.order import PARTS_OF_A_SHARE
 from schemas.failures import UsageError
 from schemas.plans import Chunk
-from schemas.settings import RunSettings
+from schemas.settings import EngineSettings, RunSettings
+
+log = logging.getLogger("overnight.placement")
 
 # More rows than the engine computes at a time stand ready in it, so that no step runs with empty places.
 _ROWS_AHEAD = 1.5
+# Memory of a GPU in GiB, by Ray's name of its kind; of a kind that comes in several sizes, the smallest.
+_GPU_GIB: Mapping[str, int] = {
+    **{
+        "P4": 8,
+        "K80": 12,
+        "P100": 12,
+        "T4": 16,
+        "V100": 16,
+        "A10G": 24,
+        "L4": 24,
+        "A100": 40,
+        "A100-40G": 40,
+        "L40S": 48,
+    },
+    **{"A100-80G": 80, "H100": 80, "H20": 96, "H200": 141, "B200": 180, "B300": 270, "RTX-PRO-6000": 96},
+}
+_KIND = "accelerator_type:"
+# Of a GPU's memory, what weights may take: the rest is for the cache, which is what a batch lives of.
+_WEIGHTS_SHARE = 0.6
+# Work for each replica, in tokens of answers, from which on compiling pays: a start that takes minutes longer, for less
+# than a tenth of the time.
+_COMPILE_WORK = 5_000_000
 # Each one is a thread of the replica.
 _MOST_CHUNKS_IN_FLIGHT = 64
 
@@ -26,6 +53,8 @@ class Placement:
     replicas_per_node: int
     num_cpus: int
     num_gpus: int
+    # Parts of the model, each on a GPU or a group of cores.
+    num_parts: int
     # Rows that one replica has at a time: what its engine computes together, and some to spare.
     rows_in_flight: int
     environment: dict[str, str]
@@ -52,15 +81,15 @@ class Placement:
         return replace(self, num_replicas=num_replicas, chunks_in_flight=min(share, needed, _MOST_CHUNKS_IN_FLIGHT))
 
 
-def place(settings: RunSettings) -> Placement:
-    """Replicas for this cluster: a GPU each (or several), else the CPU cores of a node in equal shares.
+def place(settings: RunSettings, model: Model) -> Placement:
+    """Replicas for this cluster: as many GPUs each as the model needs, else the CPU cores of a node in equal shares.
 
     Raises UsageError when the cluster hasn't what was asked for.
     """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus_each = settings.engine.tensor_parallel_size
+    gpus_each = settings.engine.tensor_parallel_size or _choose_parts(nodes, model)
     num_gpus = int(sum(node.get("GPU", 0) for node in nodes))
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if num_gpus:
@@ -89,6 +118,7 @@ def place(settings: RunSettings) -> Placement:
         replicas_per_node=-(-num_replicas // max(1, len(nodes))),
         num_cpus=cpus,
         num_gpus=gpus_each if num_gpus else 0,
+        num_parts=gpus_each,
         rows_in_flight=int((settings.engine.max_num_seqs or (1024 if num_gpus else 256)) * _ROWS_AHEAD),
         environment={
             "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
@@ -96,6 +126,35 @@ def place(settings: RunSettings) -> Placement:
             "TOKENIZERS_PARALLELISM": "false",
         },
     )
+
+
+def _choose_parts(nodes: Sequence[Mapping[str, float]], model: Model) -> int:
+    """Into how many parts a model is cut, a GPU each: the fewest that leave room for its cache, by the smallest GPU of
+    the cluster; 1 without GPUs, and on GPUs of a kind that isn't known."""
+    kinds = {name.removeprefix(_KIND) for node in nodes for name in node if name.startswith(_KIND) and node.get("GPU")}
+    if not kinds or not kinds <= _GPU_GIB.keys():
+        return 1
+    room = min(_GPU_GIB[kind] for kind in kinds) * 2**30 * _WEIGHTS_SHARE
+    weights, num_heads = model.weights_bytes, model.num_heads
+    most = max(int(node.get("GPU", 0)) for node in nodes)
+    parts = 1
+    while weights > parts * room and parts * 2 <= most and num_heads % (parts * 2) == 0:
+        parts *= 2
+    if parts > 1:
+        log.info(
+            "tensor_parallel_size=%d: the weights take %.0f GiB, and leave room for a cache", parts, weights / 2**30
+        )
+    return parts
+
+
+def engine_settings(settings: EngineSettings, placement: Placement, work: float) -> EngineSettings:
+    """Settings of the engines that do so much work together: what was given, and what the work and the cluster say."""
+    chosen: dict[str, Any] = {"tensor_parallel_size": placement.num_parts}
+    work_each = work / placement.num_replicas
+    if settings.enforce_eager is None and not placement.num_gpus and work_each >= _COMPILE_WORK:
+        log.info("enforce_eager=False: each engine has %.0f million tokens to compute", work_each / 1e6)
+        chosen["enforce_eager"] = False
+    return settings.model_copy(update=chosen)
 
 
 def count(number: int, noun: str) -> str:

@@ -36,7 +36,7 @@ class EngineSettings(Settings):
     block_size: int | None = Field(None, ge=1, description="Tokens in a block of the KV cache.")
     kv_cache_gib: float | None = Field(None, gt=0, description="Memory for the KV cache on a CPU, in GiB.")
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="Share of a GPU's memory to use.")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs (or groups of cores) that share one engine.")
+    tensor_parallel_size: int | None = Field(None, ge=1, description="GPUs (or groups of cores) that share one engine.")
     cores: int | None = Field(None, ge=1, description="CPU cores of a replica; all that are there, by default.")
     enforce_eager: bool | None = Field(None, description="Run without compiling; the default on a CPU.")
     seed: int = Field(0, description="Seed of requests that have none.")

@@ -15,6 +15,7 @@ PLACEMENT = Placement(
     replicas_per_node=2,
     num_cpus=1,
     num_gpus=0,
+    num_parts=1,
     rows_in_flight=384,
     environment={},
 )

@@ -71,18 +71,63 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[list[
 @pytest.mark.parametrize("name", RUNS)
 def test_each_replica_sees_gpus_of_its_own(devices, name):
     settings, num_engines = RUNS[name]
-    each = settings.get("engine", EngineSettings()).tensor_parallel_size
+    each = settings.get("engine", EngineSettings()).tensor_parallel_size or 1
     assert [len(seen) for seen in devices[name]] == [each] * num_engines
     seen = [device for some in devices[name] for device in some]
     assert len(set(seen)) == len(seen) and set(seen) <= {"0", "1", "2", "3"}
 
 
-def place(monkeypatch, *nodes, replicas=None, **engine):
-    """The placement on nodes of so many cores and GPUs."""
+@dataclass(frozen=True)
+class Weights:
+    """A model of so many GiB."""
+
+    gib: float = 0
+    num_heads: int = 32
+
+    @property
+    def weights_bytes(self):
+        return int(self.gib * 2**30)
+
+
+def place(monkeypatch, *nodes, replicas=None, kind=None, model=None, **engine):
+    """The placement on nodes of so many cores and GPUs of a kind."""
     alive = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
+    for node in alive if kind else ():
+        node["Resources"][f"accelerator_type:{kind}"] = 1.0
     monkeypatch.setattr(ray, "nodes", lambda: alive)
     settings = RunSettings(inputs=("a",), output="b", replicas=replicas, engine=EngineSettings(**engine))
-    return placement.place(settings)
+    return placement.place(settings, model or Weights())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "model", "given", "num_replicas", "each"),
+    [
+        ([(8, 8)], "H100", Weights(16), {}, 8, 1),
+        ([(8, 8)], "H100", Weights(140), {}, 2, 4),
+        ([(8, 4), (8, 8)], "A100", Weights(140), {}, 1, 8),
+        ([(8, 8)], "L4", Weights(16), {}, 4, 2),
+        # Heads that can't be shared out, GPUs that aren't there, a kind that isn't known.
+        ([(8, 8)], "L4", Weights(16, num_heads=9), {}, 8, 1),
+        ([(8, 2)], "L4", Weights(140), {}, 1, 2),
+        ([(8, 8)], "X9000", Weights(140), {}, 8, 1),
+        ([(8, 8)], None, Weights(140), {}, 8, 1),
+        ([(8, 0)], None, Weights(140), {}, 1, 0),
+        ([(8, 8)], "H100", Weights(140), {"tensor_parallel_size": 2}, 4, 2),
+    ],
+)
+def test_a_model_is_cut_into_as_few_parts_as_leave_room_for_its_cache(
+    monkeypatch, nodes, kind, model, given, num_replicas, each
+):
+    placed = place(monkeypatch, *nodes, kind=kind, model=model, **given)
+    assert (placed.num_replicas, placed.num_gpus, placed.num_parts) == (num_replicas, each, max(1, each))
+
+
+def test_engines_are_compiled_where_they_have_enough_to_do(monkeypatch):
+    placed, little, much = place(monkeypatch, (8, 0), replicas=2), 1e6, 1e8
+    assert placement.engine_settings(EngineSettings(), placed, little).enforce_eager is None
+    assert placement.engine_settings(EngineSettings(), placed, much).enforce_eager is False
+    assert placement.engine_settings(EngineSettings(enforce_eager=True), placed, much).enforce_eager is True
+    assert placement.engine_settings(EngineSettings(), place(monkeypatch, (8, 8)), much).enforce_eager is None
 
 
 @pytest.mark.parametrize(
