@@ -105,7 +105,9 @@ def _finished(settings: RunSettings, output: Folder, made: Mapping[str, Any]) ->
     if newest > manifest["run_id"] and "recipe.json" in output.join("_work", newest).names():
         # A later run is under way.
         return None
-    changed = runs.differences(manifest["recipe"], made)
+    # A manifest of an older version says nothing of what it was made of.
+    begun = manifest.get("recipe")
+    changed = ["an older version made it"] if begun is None else runs.differences(begun, made)
     if changed:
         raise UsageError(
             f"{output.typed}: the run there had other rows: {', '.join(changed)}. Give --restart for a new run beside "

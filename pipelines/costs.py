@@ -41,8 +41,8 @@ def cost_of(tally: Tally, prices: Prices, replica_hours: float) -> float:
 
 
 def experience_of(manifest: Mapping[str, Any] | None, identities: Mapping[str, str]) -> Experience | None:
-    """What a run's manifest tells; None where there is none, of another model, or one that computed nothing."""
-    if manifest is None:
+    """What a run's manifest tells; None where there is none, of another model or version, or that computed nothing."""
+    if manifest is None or "computed" not in manifest:
         return None
     computed, seconds = manifest["computed"], manifest["timings_s"]["infer"] * manifest["replicas"]
     is_same = manifest["model"]["identities"].get("") == identities.get("")

@@ -58,6 +58,7 @@ def test_an_earlier_run_tells_how_long_answers_are_and_how_fast_they_come():
         manifest(model={"identities": {"": "another"}}),
         manifest(timings_s={"infer": 0}),
         manifest(replicas=0),
+        {"version": "1", "run_id": "r1"},
         manifest(computed={"completion_tokens": 0}),
     ],
 )

@@ -92,6 +92,15 @@ def test_other_rows_are_refused_and_the_difference_is_named(tmp_path, score, is_
     assert list((tmp_path / "out" / "_work").iterdir()) == []
 
 
+def test_a_folder_of_an_older_version_is_named(tmp_path, score):
+    path = write_lines(tmp_path / "a.jsonl", *rows(3))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_text('{"version": "1", "run_id": "20250101T000000Z-abcdef"}')
+    with pytest.raises(UsageError, match=r"an older version made it.*--restart"):
+        score(path, start=NONE)
+    assert_whole(score(path, restart=True), 3)
+
+
 RECIPE = {
     "inputs": {"a": "1 x", "b": "2 y"},
     "model": {"": "m", "formal": "m+f"},
