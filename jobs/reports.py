@@ -10,6 +10,7 @@ from jobs.console import clock
 from pipelines.check import Report
 from pipelines.forecast import Forecast
 from pipelines.manifest import Summary
+from pipelines.placement import count
 from schemas.rules import plain
 
 # Refused lines, and names of unknown fields, that are shown.
@@ -26,7 +27,7 @@ def print_forecast(told: Forecast) -> None:
     _add_counts(table, told.validated.reasons)
     requests = totals.num_rows - totals.num_repeated
     table.add_row("requests", f"{requests:,} for the engine, {totals.num_repeated:,} answered by an equal one's answer")
-    table.add_row("chunks", f"{told.num_chunks:,} for {told.num_replicas:,} {_plural(told.num_replicas, 'replica')}")
+    table.add_row("chunks", f"{told.num_chunks:,} for {count(told.num_replicas, 'replica')}")
     table.add_row("prompts", f"{totals.prompt_tokens:,} tokens")
     table.add_row("", f"  {_share(totals.repeated_tokens, totals.prompt_tokens)} saved by equal requests")
     table.add_row("", f"  {_share(totals.shared_tokens, totals.prompt_tokens)} saved by shared beginnings, at best")
@@ -107,10 +108,6 @@ def _table() -> Table:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     return table
-
-
-def _plural(number: int, noun: str) -> str:
-    return noun if number == 1 else f"{noun}s"
 
 
 def _share(part: float, whole: float) -> str:

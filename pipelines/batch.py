@@ -12,7 +12,7 @@ from pipelines.check import checked_lines
 from pipelines.engine import Engine, EngineStart
 from pipelines.lease import Lease
 from pipelines.manifest import Summary, add, make_manifest, summarise, summary_of
-from pipelines.placement import Placement, count, engine_settings, place
+from pipelines.placement import Placement, count, place
 from pipelines.prepare import Prepared, prepare
 from pipelines.progress import Show
 from pipelines.storage import Folder
@@ -20,9 +20,6 @@ from schemas.failures import TooManyErrors, UsageError
 from schemas.plans import Plan
 from schemas.requests import Tally
 from schemas.settings import RunSettings
-
-# More rows than the engine computes at a time stand ready in it, so that no step runs with empty places.
-_ROWS_AHEAD = 1.5
 
 
 def make_plan(settings: RunSettings, prepared: Prepared, placement: Placement, show: Show) -> Plan:
@@ -47,11 +44,14 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
     """
     began = time.time()
     prepared = prepare(settings, show)
-    with Lease(prepared.output):
+    with Lease(prepared.output) as lease:
         made = runs.recipe(prepared.files, settings, prepared.limits, prepared.identities)
-        if (published_run := _finished(settings, prepared.output, made)) is not None:
-            return published_run
-        unfinished = _unfinished(settings, prepared.output, made)
+        unfinished = None
+        if not settings.restart:
+            standing = runs.find_unfinished(prepared.output)
+            if (published_run := _finished(settings, prepared.output, made, standing)) is not None:
+                return published_run
+            unfinished = _unfinished(settings, prepared.output, made, standing)
         if unfinished is not None:
             prepared = prepared.going_on_with(unfinished)
         work = prepared.work
@@ -70,12 +70,14 @@ def run(settings: RunSettings, show: Show, start_engine: Callable[[], Engine] | 
             _stop_at(settings.max_errors, planned.validated, planned.num_rows)
             chunks, replicas = _infer(settings, planned, placement, prepared, work, show, start_engine)
             show.phase("publishing")
+            lease.check()
             parts = [*planned.rejections, *(part for chunk in chunks for part in chunk.parts)]
             published = write.publish_tables(
                 prepared.output.join("runs", prepared.run_id), write.sorted_outcomes(work, parts), planned.num_rows
             )
         summary = summarise(settings, prepared, planned, chunks, replicas, began)
         manifest = make_manifest(settings, summary, prepared, published, made, began)
+        lease.check()
         write.publish_manifest(prepared.output, prepared.run_id, manifest)
         # Rows that failed for no fault of their own can be tried again from there.
         if not settings.keep_work and not summary.totals.num_faults:
@@ -91,19 +93,17 @@ def _stop_at(most: float | None, tally: Tally, num_rows: int) -> None:
     told = ", ".join(f"{number:,} {reason}" for reason, number in reasons[:3])
     allowed = f"{most:.4g} of all" if isinstance(most, float) else f"{most:,}"
     raise TooManyErrors(
-        f"{tally.num_failed:,} of {num_rows:,} rows have failed ({told}), and --max-errors allows {allowed}. Look at "
-        "them with `overnight check`, or run again with more"
+        f"{tally.num_failed:,} of {num_rows:,} rows have failed ({told}), and --max-errors allows {allowed}. Run "
+        "again with more to go on"
     )
 
 
-def _finished(settings: RunSettings, output: Folder, made: Mapping[str, Any]) -> Summary | None:
+def _finished(
+    settings: RunSettings, output: Folder, made: Mapping[str, Any], standing: runs.Unfinished | None
+) -> Summary | None:
     """The published run of the very same rows, where nothing is left to do for it. Raises UsageError for other rows."""
     manifest = write.read_manifest(output)
-    if manifest is None or settings.restart:
-        return None
-    newest = max(output.join("_work").names() or [""])
-    if newest > manifest["run_id"] and "recipe.json" in output.join("_work", newest).names():
-        # A later run is under way.
+    if manifest is None or (standing is not None and standing.run_id > manifest["run_id"]):
         return None
     # A manifest of an older version says nothing of what it was made of.
     begun = manifest.get("recipe")
@@ -118,24 +118,23 @@ def _finished(settings: RunSettings, output: Folder, made: Mapping[str, Any]) ->
     return summary_of(manifest, output)
 
 
-def _unfinished(settings: RunSettings, output: Folder, made: Mapping[str, Any]) -> runs.Unfinished | None:
+def _unfinished(
+    settings: RunSettings, output: Folder, made: Mapping[str, Any], standing: runs.Unfinished | None
+) -> runs.Unfinished | None:
     """The run that was broken off, where this one is of the very same rows. Raises UsageError where it isn't."""
-    if settings.restart:
-        return None
-    unfinished, begun = runs.find_unfinished(output)
-    if unfinished is None:
+    if standing is None:
         if settings.retry_errors and write.read_manifest(output) is not None:
             raise UsageError(
                 f"{output.typed}: the rows that failed can't be tried again, since their work folder is gone. Give "
                 "--restart for a new run"
             )
         return None
-    if changed := runs.differences(begun, made):
+    if changed := runs.differences(standing.recipe, made):
         raise UsageError(
-            f"{output.typed}: run {unfinished.run_id} there is unfinished and has other rows: {', '.join(changed)}. "
+            f"{output.typed}: run {standing.run_id} there is unfinished and has other rows: {', '.join(changed)}. "
             "Give --restart to begin anew, without what it has done, or another --output"
         )
-    return unfinished
+    return standing
 
 
 def _infer(
@@ -166,7 +165,7 @@ def _infer(
     start = start_engine or EngineStart(
         prepared.model.spec,
         settings.served_names,
-        engine_settings(settings.engine, placement, sum(planned.chunks[item["number"]].work for item in left)),
+        settings.engine.model_copy(update={"tensor_parallel_size": placement.num_parts}),
         placement.replicas_per_node,
         placement.cores,
         {name: adapter.spec for name, adapter in prepared.adapters.items()},

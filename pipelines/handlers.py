@@ -45,7 +45,7 @@ class Call:
 CALL: ContextVar[Call] = ContextVar("call")
 
 
-class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
+class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no types here
     """vLLM's engine client, entered through an admission."""
 
     admission: Admission
@@ -72,6 +72,7 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
     ) -> AsyncGenerator[Any, None]:
         """One sequence of a request that has its room already."""
+        # vLLM's method has no types here.
         return super().generate(prompt, sampling_params, request_id, **others)  # type: ignore[no-any-return]
 
     @asynccontextmanager
@@ -114,6 +115,7 @@ class _Beams:
     async def _search(
         self, call: Call, index: int, prompt: Any, params: Any, lora_request: Any
     ) -> AsyncGenerator[Any, None]:
+        # An attribute of the handler that this class stands in front of.
         llm: AdmittedLLM = self.engine_client  # type: ignore[attr-defined]
         tokenizer = llm.renderer.get_tokenizer()
         wanted = call.request.model_copy(update={"n": 1, "use_beam_search": False, "temperature": 0.0})
@@ -137,7 +139,7 @@ class _Beams:
         yield searched.output
 
 
-class Completions(_Beams, OpenAIServingCompletion):  # type: ignore[misc]
+class Completions(_Beams, OpenAIServingCompletion):  # type: ignore[misc]  # vLLM's classes have no types here
     """vLLM's completion handler, with our beam search."""
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *others: Any) -> Any:
@@ -148,7 +150,7 @@ class Completions(_Beams, OpenAIServingCompletion):  # type: ignore[misc]
         return super().request_output_to_completion_response(outputs, request, *others)
 
 
-class Chats(_Beams, OpenAIServingChat):  # type: ignore[misc]
+class Chats(_Beams, OpenAIServingChat):  # type: ignore[misc]  # vLLM's classes have no types here
     """vLLM's chat handler, with our beam search."""
 
 

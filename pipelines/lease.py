@@ -29,12 +29,17 @@ _NAME = "lease.json"
 
 
 class Lease:
-    """Held for as long as the block lasts. Raises UsageError where another run writes to the folder."""
+    """Held for as long as the block lasts, unless it is lost: `check` before what another run must not see.
+
+    Raises UsageError where another run writes to the folder.
+    """
 
     def __init__(self, output: Folder) -> None:
-        self._folder = output.join("_work")
+        self._output, self._folder = output, output.join("_work")
         self._token = uuid.uuid4().hex
         self._stop = threading.Event()
+        # Set when another run has taken it, since this one stood still for too long.
+        self._is_lost = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
@@ -42,27 +47,41 @@ class Lease:
             holder = self._read()
             if holder is not None and not _is_free(holder):
                 raise UsageError(
-                    f"{self._folder.typed.removesuffix('/_work')}: another run writes there ({_name(holder)}, last "
+                    f"{self._output.typed}: another run writes there ({_name(holder)}, last "
                     f"heard of {time.time() - holder['renewed']:.0f} s ago). Wait for it, or give another --output"
                 )
             self._folder.write(self._data(), _NAME)
             time.sleep(_SETTLE_S)
             holder = self._read()
             if holder is None or holder["token"] != self._token:
-                raise UsageError(f"{self._folder.typed}: another run has begun to write there just now. Wait for it")
+                raise UsageError(f"{self._output.typed}: another run has begun to write there just now. Wait for it")
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(timeout=10)
-        holder = self._read()
-        if holder is not None and holder["token"] == self._token:
+        if self._is_ours():
             self._folder.remove_file(_NAME)
+
+    def check(self) -> None:
+        """Raises UsageError where another run has taken the lease."""
+        if self._is_lost.is_set() or not self._is_ours():
+            raise UsageError(
+                f"{self._output.typed}: another run has taken this folder over, since this one stood still for "
+                f"{EXPIRES_S:.0f} s or longer. Leave it to that one"
+            )
+
+    def _is_ours(self) -> bool:
+        holder = self._read()
+        return holder is None or holder["token"] == self._token
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_S):
             try:
+                if not self._is_ours():
+                    self._is_lost.set()
+                    return
                 self._folder.write(self._data(), _NAME)
             except Exception:  # a store that doesn't answer now may do so in time
                 log.warning("the lease on %s wasn't renewed", self._folder.typed, exc_info=True)

@@ -5,13 +5,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from pipelines.model import Model
 from pipelines.order import PARTS_OF_A_SHARE
 from schemas.failures import UsageError
 from schemas.plans import Chunk
-from schemas.settings import EngineSettings, RunSettings
+from schemas.settings import RunSettings
 
 log = logging.getLogger("overnight.placement")
 
@@ -36,9 +35,6 @@ _GPU_GIB: Mapping[str, int] = {
 _KIND = "accelerator_type:"
 # Of a GPU's memory, what weights may take: the rest is for the cache, which is what a batch lives of.
 _WEIGHTS_SHARE = 0.6
-# Work for each replica, in tokens of answers, from which on compiling pays: a start that takes minutes longer, for less
-# than a tenth of the time.
-_COMPILE_WORK = 5_000_000
 # Each one is a thread of the replica.
 _MOST_CHUNKS_IN_FLIGHT = 64
 
@@ -145,16 +141,6 @@ def _choose_parts(nodes: Sequence[Mapping[str, float]], model: Model) -> int:
             "tensor_parallel_size=%d: the weights take %.0f GiB, and leave room for a cache", parts, weights / 2**30
         )
     return parts
-
-
-def engine_settings(settings: EngineSettings, placement: Placement, work: float) -> EngineSettings:
-    """Settings of the engines that do so much work together: what was given, and what the work and the cluster say."""
-    chosen: dict[str, Any] = {"tensor_parallel_size": placement.num_parts}
-    work_each = work / placement.num_replicas
-    if settings.enforce_eager is None and not placement.num_gpus and work_each >= _COMPILE_WORK:
-        log.info("enforce_eager=False: each engine has %.0f million tokens to compute", work_each / 1e6)
-        chosen["enforce_eager"] = False
-    return settings.model_copy(update=chosen)
 
 
 def count(number: int, noun: str) -> str:

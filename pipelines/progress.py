@@ -81,6 +81,8 @@ class Progress:
     stalled: list[tuple[str, float]] = field(default_factory=list)
     num_replicas_up: int = 0
     elapsed_s: float = 0.0
+    # Of the work that is done, what was before `elapsed_s` began: by a run that was broken off.
+    work_before: float = 0.0
     # Answer tokens of the last minute's finished rows.
     tokens_per_s: float = 0.0
 
@@ -92,9 +94,10 @@ class Progress:
     def remaining_s(self) -> float | None:
         """Seconds to go, by the tokens that the plan expects of what is left, and how long those of what is done took;
         None until enough is done to tell."""
-        if self.done.num_done < max(10, self.total_rows // 50) or not self.done.work or not self.elapsed_s:
+        work_now = self.done.work - self.work_before
+        if self.done.num_done < max(10, self.total_rows // 50) or work_now <= 0 or not self.elapsed_s:
             return None
-        return self.elapsed_s / self.done.work * max(0.0, self.totals.work - self.done.work)
+        return self.elapsed_s / work_now * max(0.0, self.totals.work - self.done.work)
 
 
 class Show(Protocol):
@@ -126,6 +129,7 @@ class Watch:
         self._numbers: set[int] = set()
         # Counted from when the first replica is up: before that, nothing could be done.
         self._started: float | None = None
+        self._work_before = 0.0
         self._num_replicas_up = 0
         # When, and how many tokens were computed by then.
         self._past: collections.deque[tuple[float, int]] = collections.deque()
@@ -161,9 +165,9 @@ class Watch:
         """How far the run is, by what its replicas report now."""
         now = time.monotonic()
         if reports and self._started is None:
-            self._started = now
+            self._started, self._work_before = now, self._finished.work
         self._num_replicas_up = len(reports) or self._num_replicas_up
-        progress = Progress(self._totals, num_replicas_up=self._num_replicas_up)
+        progress = Progress(self._totals, num_replicas_up=self._num_replicas_up, work_before=self._work_before)
         with self._lock:
             progress.done.add(self._finished)
             for report in reports.values():

@@ -41,6 +41,7 @@ class Unfinished:
 
     run_id: str
     work: Folder
+    recipe: Mapping[str, Any]
 
 
 def recipe(
@@ -91,14 +92,14 @@ def begin(work: Folder, made: Mapping[str, Any]) -> None:
     work.write(json.dumps(made, indent=2, ensure_ascii=False).encode(), _RECIPE)
 
 
-def find_unfinished(output: Folder) -> tuple[Unfinished | None, dict[str, Any]]:
-    """The newest run in a folder whose work stands there and whose plan is whole, and its recipe."""
+def find_unfinished(output: Folder) -> Unfinished | None:
+    """The newest run in a folder whose work stands there and whose plan is whole."""
     for run_id in reversed(output.join("_work").names()):
         work = output.join("_work", run_id)
         if {_PLAN, _CHUNKS, _RECIPE} <= set(work.names()):
             with work.open(_RECIPE) as stream:
-                return Unfinished(run_id, work), json.load(stream)
-    return None, {}
+                return Unfinished(run_id, work, json.load(stream))
+    return None
 
 
 def save_plan(work: Folder, plan: Plan) -> None:
@@ -136,7 +137,5 @@ _CHUNK_SCHEMA = pa.schema(
         ("path", pa.binary()),
         ("work", pa.float64()),
         ("longest", pa.int64()),
-        ("rows_each", pa.binary()),
-        ("work_each", pa.binary()),
     ]
 )

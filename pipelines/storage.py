@@ -109,7 +109,7 @@ class Folder:
             fs.pipe_file(_join(root, name), data, mode="create")
         except FileExistsError:
             return False
-        except (NotImplementedError, TypeError):
+        except (NotImplementedError, TypeError):  # what fsspec's stores say that know no such mode
             log.warning("%s has no conditional write: two runs that begin at once are not told apart", self.typed)
             fs.pipe_file(_join(root, name), data)
         return True

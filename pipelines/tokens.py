@@ -26,6 +26,7 @@ class Prompt:
 
     num_tokens: int
     path: bytes
+    num_prompts: int = 1
 
 
 @cache
@@ -87,7 +88,7 @@ class PromptCounter:
                 return length
             first = first if total else self._kept(tokens, length, body)
             total += length
-        return Prompt(total, path_of(first, self._root(body)))
+        return Prompt(total, path_of(first, self._root(body)), len(prompts) or 1)
 
     def _root(self, body: dict[str, Any]) -> str:
         """What the prompt's cache is kept apart by: the adapter, and the salt."""

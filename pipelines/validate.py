@@ -76,14 +76,13 @@ class Validator:
         longest = max_tokens_of(body, endpoint)
         if longest is None:
             longest = _UNBOUNDED_ANSWER
-        num_prompts = len(given) if isinstance(given := body.get("prompt"), list) and _is_several(given) else 1
         return {
             "fingerprint": fingerprint(body, endpoint, identity),
             "is_deterministic": is_deterministic(body),
             "priority": int(body.get("priority") or 0),
             "path": prompt.path,
             "num_prompt_tokens": prompt.num_tokens,
-            "num_output_tokens": longest * int(body.get("n") or 1) * num_prompts,
+            "num_output_tokens": longest * int(body.get("n") or 1) * prompt.num_prompts,
             "longest_answer": longest,
         }
 
@@ -98,10 +97,6 @@ class Validator:
         near = difflib.get_close_matches(unknown[0], known_fields(shaped.endpoint), n=1)
         advice = f"Is {near[0]} meant?" if near else "Leave it out"
         return refuse("unknown_field", unknown[0], f"the schema has no such field, and --strict allows none. {advice}")
-
-
-def _is_several(prompt: list[Any]) -> bool:
-    return not isinstance(prompt[0], int | float)
 
 
 def _id_of_unknown(value: Any) -> str | None:

@@ -122,14 +122,6 @@ def test_a_model_is_cut_into_as_few_parts_as_leave_room_for_its_cache(
     assert (placed.num_replicas, placed.num_gpus, placed.num_parts) == (num_replicas, each, max(1, each))
 
 
-def test_engines_are_compiled_where_they_have_enough_to_do(monkeypatch):
-    placed, little, much = place(monkeypatch, (8, 0), replicas=2), 1e6, 1e8
-    assert placement.engine_settings(EngineSettings(), placed, little).enforce_eager is None
-    assert placement.engine_settings(EngineSettings(), placed, much).enforce_eager is False
-    assert placement.engine_settings(EngineSettings(enforce_eager=True), placed, much).enforce_eager is True
-    assert placement.engine_settings(EngineSettings(), place(monkeypatch, (8, 8)), much).enforce_eager is None
-
-
 @pytest.mark.parametrize(
     ("nodes", "engine", "num_replicas", "num_gpus", "cores"),
     [

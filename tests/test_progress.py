@@ -69,6 +69,15 @@ def test_time_before_the_first_replica_is_up_does_not_count(clock):
     assert watching.look({"a": ReplicaReport({0: done(50, work=50.0)})}).remaining_s == pytest.approx(10)
 
 
+def test_what_was_done_before_a_run_was_broken_off_took_none_of_this_time(clock):
+    told = watch(num_rows=100, work=1_000.0)
+    told.finished(0, done(90, work=900.0))
+    told.look({})
+    told.look({"a": ReplicaReport({})})
+    clock.now += 10
+    assert told.look({"a": ReplicaReport({1: done(5, work=50.0)})}).remaining_s == 10
+
+
 def test_tokens_per_second_are_those_of_the_last_minute(clock):
     watching = watch(num_rows=1_000, work=1.0)
     tokens = 0

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pipelines import batch, runs, write
+from pipelines import batch, lease, runs, write
 from pipelines.lease import EXPIRES_S, Lease
 from pipelines.storage import Folder
 from schemas.failures import EngineUnusable, UsageError
@@ -142,6 +142,17 @@ def test_rows_that_failed_in_the_engine_are_tried_again_on_demand(tmp_path, scor
     assert score(path, start=NONE, retry_errors=True).summary.is_repeat
 
 
+def test_a_new_run_beside_a_finished_one_is_gone_on_with_when_it_was_broken_off(tmp_path, score):
+    path = write_lines(tmp_path / "a.jsonl", *rows(3))
+    first = score(path)
+    write_lines(path, *rows(100))
+    with pytest.raises(EngineUnusable):
+        score(path, restart=True, start=Starts(dies_after=40))
+    run = score(path)
+    assert_whole(run, 100)
+    assert run.summary.run_id != first.summary.run_id and run.manifest["computed"]["rows"] < 100
+
+
 def test_a_run_that_was_broken_off_before_its_plan_begins_anew(tmp_path, score, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", *rows(5))
     with monkeypatch.context() as patch:
@@ -177,6 +188,18 @@ def test_a_driver_that_is_killed_loses_no_row(tmp_path, score, monkeypatch):
     run = score(path)
     assert_whole(run, 400)
     assert 0 < run.manifest["computed"]["rows"] < 400
+
+
+def test_a_lease_that_another_run_has_taken_is_left_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 0.05)
+    taken = json.dumps({"token": "x", "host": "elsewhere", "pid": 1, "started": 0.0, "renewed": time.time()})
+    with Lease(Folder.at(str(tmp_path))) as held:
+        held.check()
+        (tmp_path / "_work" / "lease.json").write_text(taken)
+        time.sleep(0.5)
+        with pytest.raises(UsageError, match="another run has taken this folder over"):
+            held.check()
+    assert (tmp_path / "_work" / "lease.json").read_text() == taken
 
 
 def test_a_lease_that_nobody_renews_is_taken(tmp_path):
