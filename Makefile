@@ -14,6 +14,7 @@ $(VENV)/.ready: cpu.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --requirement cpu.lock || { \
 	  echo 'The lock wants the CPU build of torch. Where your package index lacks it, see "Install" in README.md.' >&2; \
 	  exit 1; }
+	rm -rf overnight.egg-info
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -21,7 +22,7 @@ demo: setup
 	$(BIN)/overnight score --input jobs/demo.jsonl --output out/demo --allow-errors
 
 test: setup lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations=40
 
 test-all: setup lint
 	$(BIN)/python -m pytest

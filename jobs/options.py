@@ -65,6 +65,14 @@ Sample = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Take N lines by chance, the same ones each time.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Let vLLM and Ray log.")]
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format",
+        metavar="text|json",
+        help="json: log objects, a line each, with the ids of run and row; never a prompt.",
+    ),
+]
 
 NoDedup = Annotated[
     bool,
@@ -122,6 +130,16 @@ def input_settings(
     }
 
 
+def choose_log_format(given: str) -> None:
+    """Raises UsageError."""
+    from pipelines.cluster import structure_logs
+
+    if given not in {"text", "json"}:
+        raise UsageError(f"--log-format {given}: expected text or json")
+    if given == "json":
+        structure_logs()
+
+
 def parse_adapters(pairs: list[str]) -> dict[str, str]:
     """Folders of adapters by name, of `NAME=FOLDER` pairs. Raises UsageError."""
     adapters: dict[str, str] = {}
@@ -161,6 +179,19 @@ def _parse_endpoint(kind: str | None) -> "Endpoint | None":
         return _ENDPOINTS[kind]
     except KeyError:
         raise UsageError(f"--endpoint {kind}: expected {' or '.join(_ENDPOINTS)}") from None
+
+
+def check_users(context: typer.Context, given: str | None) -> str | None:
+    """What `--users` says. Raises UsageError for a password where everybody on the machine can see it."""
+    from pipelines.users import has_password
+
+    source = context.get_parameter_source("users")
+    if given and source is not None and source.name == "COMMANDLINE" and has_password(given):
+        raise UsageError(
+            "--users: found a URL with a password, and command lines can be seen by everybody on this machine. "
+            "Give it as OVERNIGHT_USERS in the environment"
+        )
+    return given
 
 
 def say(message: str, status: int) -> int:

@@ -10,6 +10,7 @@ from jobs.console import clock
 from pipelines.check import Report
 from pipelines.forecast import Forecast
 from pipelines.manifest import Summary
+from pipelines.nightly import Night
 from pipelines.placement import count
 from schemas.rules import plain
 
@@ -25,6 +26,8 @@ def print_forecast(told: Forecast) -> None:
     table = _table()
     table.add_row("lines", f"{told.num_rows:,}: {totals.num_rows:,} accepted, {told.validated.num_failed:,} refused")
     _add_counts(table, told.validated.reasons)
+    if told.validated.num_carried:
+        table.add_row("", f"{told.validated.num_carried:,} more have an earlier run's answer")
     requests = totals.num_rows - totals.num_repeated
     table.add_row("requests", f"{requests:,} for the engine, {totals.num_repeated:,} answered by an equal one's answer")
     table.add_row("chunks", f"{told.num_chunks:,} for {count(told.num_replicas, 'replica')}")
@@ -48,7 +51,9 @@ def print_status(said: dict[str, Any]) -> None:
     table = _table()
     silent_s = max(0.0, time.time() - said["written"])
     table.add_row("run", f"{said['run_id']}: {said['phase']}, {clock(silent_s)} ago")
-    table.add_row("for", clock(time.time() - said["began"]))
+    if "error" in said:
+        table.add_row("ended", said["error"])
+    table.add_row("for", clock(said.get("ended", time.time()) - said["began"]))
     if (rows := said.get("rows")) is not None:
         failed = f", {rows['failed']:,} failed" if rows["failed"] else ""
         answered = f"{rows['answered']:,} of {rows['total']:,} answered"
@@ -63,7 +68,9 @@ def print_status(said: dict[str, Any]) -> None:
     elif "lines_checked" in said:
         table.add_row("lines", f"{said['lines_checked']:,} checked")
     _console().print(table)
-    if silent_s > SILENT_S and said.get("rows"):
+    if "error" in said:
+        _console().print("\nThe same command goes on from there.")
+    elif silent_s > SILENT_S and said.get("rows"):
         _console().print("\nIt says nothing any more: it may have been killed. Look at its log, and run it again.")
 
 
@@ -128,8 +135,8 @@ def _print_unknown(console: Console, unknown_fields: dict[str, int]) -> None:
         console.print(f"\nfields that the schema doesn't know, with their rows: {fields}. Is one misspelt?")
 
 
-def print_summary(summary: Summary) -> None:
-    """The closing words of a run, on standard output."""
+def print_summary(summary: Summary, report: str | None = None) -> None:
+    """The closing words of a run, on standard output; `report`: where its page is."""
     console, totals = _console(), summary.totals
     table = _table()
     table.add_row("rows", f"{summary.num_rows:,}: {totals.num_answered:,} answered, {totals.num_failed:,} failed")
@@ -140,8 +147,12 @@ def print_summary(summary: Summary) -> None:
         table.add_row("files", summary.folder)
         console.print(table)
         return
-    if (before := totals.num_done - summary.now.num_done - summary.num_refused) > 0:
+    if (before := totals.num_done - summary.now.num_done - summary.num_refused - totals.num_carried) > 0:
         table.add_row("", f"{before:,} of them before the run was broken off")
+    if totals.num_carried:
+        table.add_row("", f"{totals.num_carried:,} of them carried over from an earlier run")
+    if (changes := summary.changes) is not None:
+        table.add_row("changes", f"{_changes(changes)}; beside run {changes['against']}")
     if totals.num_deduplicated:
         table.add_row("saved", f"{totals.num_deduplicated:,} rows answered by an equal one's answer")
     if totals.cached_tokens:
@@ -152,6 +163,8 @@ def print_summary(summary: Summary) -> None:
     table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s over {clock(summary.infer_s)}")
     table.add_row("time", f"{clock(summary.total_s)} in all")
     table.add_row("files", summary.folder)
+    if report is not None:
+        table.add_row("report", report)
     console.print(table)
     if number := totals.num_cut_by_default:
         answers = "1 answer was" if number == 1 else f"{number:,} answers were"
@@ -163,3 +176,38 @@ def print_summary(summary: Summary) -> None:
     console.print(f"  python -c \"import pandas; print(pandas.read_parquet('{folder}')[['id', 'text']])\"")
     if totals.num_failed:
         console.print(f"  duckdb -c \"FROM '{summary.tables['errors']}' SELECT source_file, source_line, message\"")
+
+
+def print_nights(nights: list[Night]) -> None:
+    """What became of each dataset's night, on standard output."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in nights:
+        table.add_row(one.dataset.name, one.night.isoformat(), one.outcome.value, _night_in_words(one))
+    console = _console()
+    console.print(table)
+    for one in nights:
+        if one.message:
+            console.print(f"{one.dataset.name}, night of {one.night}: {one.message}")
+        if one.removed:
+            console.print(f"{one.dataset.name}: {count(len(one.removed), 'old run')} removed")
+
+
+def _night_in_words(one: Night) -> str:
+    if one.summary is None:
+        return ""
+    told = one.as_json()
+    rows = told["rows"]
+    words = (
+        f"{rows['input']:,} rows: {rows['asked']:,} asked, {rows['carried']:,} carried over, {rows['failed']:,} failed"
+    )
+    if told["changes"] is not None:
+        words += f"; {_changes(told['changes'])}"
+    return f"{words}; {clock(one.seconds)}"
+
+
+def _changes(counts: dict[str, Any]) -> str:
+    named = [f"{counts[kind]:,} {kind}" for kind in ("new", "changed", "gone")]
+    return f"{', '.join(named)}, {counts['changed_answer']:,} answered otherwise"

@@ -1,8 +1,9 @@
 """`overnight score`: answer every line of JSONL files, and publish the answers as Parquet."""
 
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 if __name__ == "__main__":
     # `python jobs/score.py` puts jobs/ first on the path, where its modules would shadow others.
@@ -14,10 +15,10 @@ from jobs import options
 from jobs.config import CONTEXT, ConfigOption, make_app
 from jobs.exits import ExitStatus
 from jobs.interrupts import carry_out
-from jobs.options import say
-from schemas.failures import EngineUnusable, TooManyErrors, UsageError
+from schemas.failures import UsageError
 
 if TYPE_CHECKING:
+    from schemas.requests import Tally
     from schemas.settings import RunSettings
 
 app = make_app()
@@ -33,6 +34,10 @@ def score(
     replicas: Annotated[
         str, typer.Option(metavar="N|auto", help="Engines. auto: one for each GPU, else one a machine.")
     ] = "auto",
+    through: Annotated[
+        str | None,
+        typer.Option(metavar="serve:APP", help="Use the engines of an endpoint that is up, which goes first there."),
+    ] = None,
     engine: options.Engine = None,
     fill: options.Fill = None,
     endpoint: options.EndpointKind = None,
@@ -51,6 +56,13 @@ def score(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, whatever stands in the output folder; published runs stay.")
     ] = False,
+    changed: Annotated[
+        bool,
+        typer.Option(
+            "--changed",
+            help="A new run that takes over the last one's answers to equal requests, and asks the rest.",
+        ),
+    ] = False,
     retry_errors: Annotated[
         bool,
         typer.Option("--retry-errors", help="Try rows again that failed for no fault of their own."),
@@ -59,68 +71,116 @@ def score(
         str | None, typer.Option("--max-errors", metavar="N|P%", help="Stop when more rows than this have failed.")
     ] = None,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep spool and staged parts below _work/.")] = False,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.html into the run's folder.")] = False,
     verbose: options.Verbose = False,
+    log_format: options.LogFormat = "text",
     config: ConfigOption = None,
 ) -> None:
     """Answer every line of JSONL files of completion requests, and publish responses, usage and errors as Parquet.
 
     The same command goes on where a run was broken off, and does nothing where it is finished.
 
-    While it runs, `overnight status --output …` tells how far it is.
+    While it runs, `overnight status --output …` tells how far it is; how it ended stands in the output's summary.json.
 
     Exit status: 0 all rows answered, 3 finished with row errors, 4 stopped at --max-errors, 2 wrong usage, 1 failed,
     130/143 interrupted.
     """
 
     def work() -> int:
-        from schemas.settings import RunSettings, parse_max_errors, parse_prices
-
-        if output == "":
-            raise UsageError("--output: found nothing, expected a path or URI. Is a variable unset?")
-        shared = options.input_settings(
+        options.choose_log_format(log_format)
+        settings = make_settings(
             inputs=inputs,
+            output=output,
             model=model,
             served_names=served_names,
             adapters=adapters,
+            replicas=replicas,
+            through=through,
             engine=engine,
             fill=fill,
             endpoint=endpoint,
             strict=strict,
             limit=limit,
             sample=sample,
+            no_dedup=no_dedup,
+            price=price,
+            restart=restart,
+            changed=changed,
+            retry_errors=retry_errors,
+            max_errors=max_errors,
+            keep_work=keep_work,
             verbose=verbose,
         )
-        settings = RunSettings(
-            output=output,
-            replicas=_parse_replicas(replicas),
-            keep_work=keep_work,
-            restart=restart,
-            retry_errors=retry_errors,
-            dedup=not no_dedup,
-            max_errors=parse_max_errors(max_errors),
-            prices=parse_prices(price or []),
-            **shared,
-        )
-        return forecast(settings) if dry_run else run(settings, allow_errors)
+        return forecast(settings) if dry_run else run(settings, allow_errors, with_report=not no_report)
 
-    raise typer.Exit(carry_out(work, "; what is finished is kept: the same command goes on from there"))
+    def end(error: BaseException | None, status: int, words: str | None) -> None:
+        from pipelines.endings import write_end
+
+        if not dry_run:
+            write_end(output, error, status, words)
+
+    raise typer.Exit(carry_out(work, "; what is finished is kept: the same command goes on from there", end))
 
 
-def run(settings: "RunSettings", allow_errors: bool) -> int:
+def make_settings(
+    *,
+    output: str,
+    replicas: str,
+    through: str | None,
+    no_dedup: bool,
+    price: list[str] | None,
+    restart: bool,
+    changed: bool,
+    retry_errors: bool,
+    max_errors: str | None,
+    keep_work: bool,
+    **shared: Any,
+) -> "RunSettings":
+    """The settings of a run, from what its options were given; `shared` are those of `options.input_settings`. Raises
+    UsageError that names the flag."""
+    from schemas.settings import RunSettings, parse_max_errors, parse_prices
+
+    if restart and changed:
+        raise UsageError("--restart computes all anew, and --changed does not. Give one of them")
+    if through is not None and not re.fullmatch(r"serve:.+", through):
+        raise UsageError(f"--through {through}: expected serve:APP, with the name of a Serve application")
+    if output == "":
+        raise UsageError("--output: found nothing, expected a path or URI. Is a variable unset?")
+    return RunSettings(
+        output=output,
+        replicas=_parse_replicas(replicas),
+        through=through,
+        keep_work=keep_work,
+        restart=restart,
+        changed=changed,
+        retry_errors=retry_errors,
+        dedup=not no_dedup,
+        max_errors=parse_max_errors(max_errors),
+        prices=parse_prices(price or []),
+        **options.input_settings(**shared),
+    )
+
+
+def run(settings: "RunSettings", allow_errors: bool, with_report: bool = True) -> int:
     """Carry a run out, and return its exit status."""
     from jobs.console import RunView
+    from jobs.report import write_beside
     from jobs.reports import print_summary
     from pipelines import batch
 
-    try:
-        with RunView() as view:
-            summary = batch.run(settings, view)
-    except EngineUnusable as error:
-        return say(f"{error}. Run again with --verbose to see the engine's own log", ExitStatus.FAILED)
-    except TooManyErrors as error:
-        return say(f"{error}; what is finished is kept", ExitStatus.TOO_MANY_ERRORS)
-    print_summary(summary)
-    if not summary.totals.num_failed or (allow_errors and summary.totals.num_answered):
+    with RunView() as view:
+        summary = batch.run(settings, view)
+        report = None
+        if with_report and not summary.is_repeat:
+            view.phase("writing the report")
+            report = write_beside(settings.output, summary.run_id)
+    print_summary(summary, report)
+    return status_of(summary.totals, allow_errors)
+
+
+def status_of(totals: "Tally", allow_errors: bool) -> int:
+    """The exit status of a run that has come to its end."""
+    if not totals.num_failed or (allow_errors and totals.num_answered):
         return ExitStatus.OK
     return ExitStatus.ROW_ERRORS
 

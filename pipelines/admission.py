@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from schemas.failures import NotBegun
 from schemas.requests import Lane
 
 T = TypeVar("T")
@@ -104,10 +105,16 @@ class Admission:
         self._kinds: Counter[str] = Counter()
         self._numbers = itertools.count()
         self._expected = float(_FIRST_GUESS)
+        self._is_closed = False
 
     @asynccontextmanager
     async def room(self, ask: Ask) -> AsyncIterator[Callable[[int], None]]:
-        """Wait for room, hold it for the block. Call what it gives with each answer's length, for the estimate."""
+        """Wait for room, hold it for the block. Call what it gives with each answer's length, for the estimate.
+
+        Raises NotBegun once the admission is closed.
+        """
+        if self._is_closed:
+            raise NotBegun
         keys = self._keys(ask)
         waiting = _Waiting(ask, next(self._numbers), keys, asyncio.get_running_loop().create_future())
         self._queues[ask.lane].push(waiting)
@@ -116,12 +123,21 @@ class Admission:
             await waiting.granted
             yield self._observe
         finally:
-            # Cancelled before its turn: it holds nothing.
-            if waiting.granted.cancelled() or not waiting.granted.done():
-                waiting.granted.cancel()
-            else:
+            granted = waiting.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self._leave(waiting)
+            else:
+                # Before its turn: it holds nothing.
+                granted.cancel()
             self._let_in()
+
+    def close(self) -> None:
+        """Let nothing in any more: NotBegun for what waits, and for what comes. Those inside finish."""
+        self._is_closed = True
+        for queue in self._queues.values():
+            for _, _, waiting in queue.by_priority:
+                if not waiting.granted.done():
+                    waiting.granted.set_exception(NotBegun())
 
     @property
     def num_waiting(self) -> int:

@@ -9,6 +9,7 @@ from pipelines.model import resolve
 from pipelines.prefixes import path_of
 from pipelines.tokens import Prompt, PromptCounter, load_counter
 from schemas.contract import check_body
+from schemas.dialects import engine_endpoint, in_words_of, to_engine
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
 from schemas.requests import Endpoint
@@ -36,9 +37,9 @@ class Checks:
             return failure
         if self.limits is None:
             return Prompt(0, path_of(()))
-        if (failure := self._compiler.check(body)) is not None:
-            return failure
-        return self._counter.count(body, endpoint)
+        asked, kind = to_engine(body, endpoint, self.limits), engine_endpoint(endpoint)
+        found = self._compiler.check(asked, kind) or self._counter.count(asked, kind)
+        return in_words_of(found, body, endpoint) if isinstance(found, Failure) else found
 
     @cached_property
     def _judge(self) -> Judge:

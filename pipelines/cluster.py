@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from pipelines import machine
+from pipelines.ray_errors import as_ours
 from schemas import tables
 from schemas.failures import UsageError
 
@@ -21,13 +22,25 @@ from schemas.failures import UsageError
 _ENDING_S = 30
 _CONNECT_S = 10
 _WATCH_MS = 30_000
+# By Ray's own word for it, all processes of a run log as objects, a line each.
+_ENCODING = "RAY_LOGGING_CONFIG_ENCODING"
+
+
+def structure_logs() -> None:
+    """Have this process and those of its Ray log JSON, an object a line. To be called before Ray is imported."""
+    os.environ[_ENCODING] = "JSON"
+
+
+def is_structured() -> bool:
+    return os.environ.get(_ENCODING) == "JSON"
 
 
 @contextlib.contextmanager
 def connected(verbose: bool) -> Iterator[None]:
     """A Ray cluster: the one that is there (RAY_ADDRESS, or started on this machine), else one of our own.
 
-    Of our own, no process is left when the block ends.
+    Of our own, no process is left when the block ends. What Ray raises in the block because an engine or a store fails
+    is raised as EngineUnusable or StorageFailed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray warns of a coming change of a default that doesn't touch us: no task here runs without its GPUs.
@@ -58,11 +71,17 @@ def connected(verbose: bool) -> Iterator[None]:
     context = ray.data.DataContext.get_current()
     # Ray's own blocks, of 128 MiB, are a gigabyte of Python objects while they are judged.
     context.target_max_block_size = tables.BLOCK_BYTES
+    # Replicas are added by what is left to do as soon as the cluster has room for them, although some are still on
+    # their way; by Ray's own thresholds never, since a replica isn't given more than it works on at a time.
+    scaling = context.autoscaling_config
+    scaling.actor_pool_util_upscaling_threshold, scaling.actor_pool_util_downscaling_threshold = 0.5, 0.0
     context.enable_progress_bars = verbose
     context.print_on_execution_start = verbose
-    logging.getLogger("ray.data").setLevel(quiet)
+    # What it logs of a run that fails is a traceback, of what the run then says in a line.
+    logging.getLogger("ray.data").setLevel(logging.INFO if verbose else logging.CRITICAL)
     try:
-        yield
+        with as_ours():
+            yield
     finally:
         if not was_connected:
             ours += [child for process in ours for child in _children(process) if child not in ours]

@@ -70,7 +70,37 @@ def estimate(totals: Totals, num_replicas: int, experience: Experience | None, p
     return Estimate(asked, totals.shared_tokens, answers, seconds, cost)
 
 
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A line of a bill: so much of something, at a price each `unit`."""
+
+    name: str
+    number: float
+    unit: int
+    price: float
+
+    @property
+    def cost(self) -> float:
+        return self.number / self.unit * self.price
+
+
+def bill_of(manifest: Mapping[str, Any]) -> list[Item]:
+    """What the cost of a run is made of, by its manifest; nothing where no prices were given."""
+    if manifest["cost"] is None:
+        return []
+    computed, prices = manifest["computed"], Prices(**manifest["settings"]["prices"])
+    hours = manifest["replicas"] * manifest["timings_s"]["infer"] / 3600
+    return _bill(prices, computed["prompt_tokens"], computed["cached_tokens"], computed["completion_tokens"], hours)
+
+
+def _bill(prices: Prices, prompt: int, cached: int, completion: int, replica_hours: float) -> list[Item]:
+    return [
+        Item("prompt tokens", prompt - cached, _MILLION, prices.prompt),
+        Item("cached prompt tokens", cached, _MILLION, prices.prompt if prices.cached is None else prices.cached),
+        Item("completion tokens", completion, _MILLION, prices.completion),
+        Item("replica hours", replica_hours, 1, prices.replica_hour),
+    ]
+
+
 def _cost(prices: Prices, prompt: int, cached: int, completion: int, replica_hours: float) -> float:
-    for_cached = prices.prompt if prices.cached is None else prices.cached
-    tokens = (prompt - cached) * prices.prompt + cached * for_cached + completion * prices.completion
-    return round(tokens / _MILLION + replica_hours * prices.replica_hour, 6)
+    return round(sum(item.cost for item in _bill(prices, prompt, cached, completion, replica_hours)), 6)

@@ -10,25 +10,28 @@ import concurrent.futures
 import contextlib
 import gc
 import logging
+import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jiter
 
-from pipelines import machine
+from pipelines import machine, orphans
 from pipelines.adapters import Adapter, lora_arguments, resolve_adapters
 from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
-from pipelines.translation import ABORTED, one_line, translate, translate_response
-from schemas.failures import EngineUnusable, Failure
+from pipelines.translation import translate, translate_response
+from schemas.dialects import EngineEndpoint, engine_endpoint, in_words_of, to_engine
+from schemas.failures import EngineUnusable, Failure, NotBegun
 from schemas.limits import ModelLimits
-from schemas.requests import Answered, Endpoint, Event, Failed, Lane, Request, Timing
+from schemas.replies import Reply, reply_to, to_json
+from schemas.requests import Answered, Chunk, Event, Failed, Lane, Request, Streamed, Timing
 from schemas.settings import EngineSettings
 
 log = logging.getLogger("overnight.engine")
@@ -36,23 +39,56 @@ T = TypeVar("T")
 
 # An idle engine needs about 10 s on a slow machine to end by itself; after this it is killed.
 _SHUTDOWN_S = 20
+# An engine that doesn't answer for so long won't any more; a step takes less, however much is in it.
+_ANSWER_S = 60
+# What vLLM ends its streams with.
+_DONE = "data: [DONE]\n\n"
+LATE = Failure(504, "deadline_exceeded", "the request's deadline passed before it was answered")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What an engine has to do: sequences in it, prompts that wait before it, and the share of its KV cache in use."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_share: float = 0.0
 
 
 class Engine(Protocol):
     """What answers requests. The seam between the doors and vLLM; the tests' deterministic engine is one, too."""
 
+    loop: asyncio.AbstractEventLoop
+
     def generate(
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
     ) -> AsyncIterator[Event]:
-        """The events of one request; the last one is an Answered or a Failed.
+        """The events of one request; the last one is an Answered or a Failed. One whose body streams has Chunks, and a
+        Streamed in place of the Answered. To be called on `loop`. Ending it early frees the engine.
 
         `priority`: lower is earlier; None means what the body says. `deadline`: `time.time()` at which to give up.
-        Raises EngineUnusable when the fault is the engine's and not the request's.
+        Raises EngineUnusable when the fault is the engine's and not the request's, and NotBegun after `drain`.
         """
         ...
 
     def submit(self, request: Request, *, lane: Lane) -> "concurrent.futures.Future[Answered | Failed]":
         """Start a request from any thread; the future holds its last event."""
+        ...
+
+    def drain(self) -> None:
+        """Let no more requests in: those that wait, or come, raise NotBegun, and those that are in finish.
+
+        From any thread.
+        """
+        ...
+
+    @property
+    def state(self) -> EngineState:
+        """How it is, as far as is known without asking it. From any thread."""
+        ...
+
+    async def ask(self) -> EngineState:
+        """How it is, by its own word. On `loop`. Raises EngineUnusable when it can't answer any request."""
         ...
 
     def restart(self) -> None:
@@ -102,7 +138,7 @@ class VllmEngine:
         claim: machine.CoreClaim | None,
         limits: ModelLimits,
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._thread = thread
         self._claim = claim
         # How its processes are started, and with which environment.
@@ -112,7 +148,7 @@ class VllmEngine:
         self.limits = limits
         self._llm: Any = None
         # By endpoint: the class of vLLM's request, and what answers one.
-        self._handlers: dict[Endpoint, tuple[Any, Any]] = {}
+        self._handlers: dict[EngineEndpoint, tuple[Any, Any]] = {}
 
     @classmethod
     def start(
@@ -136,7 +172,7 @@ class VllmEngine:
         limits = read_limits(model, served_names, settings, adapters)
         claim, num_parts = None, settings.tensor_parallel_size or 1
         # The model is here by now; nothing may wait for a hub that can't be reached.
-        environment = {"HF_HUB_OFFLINE": "1"}
+        environment = {"HF_HUB_OFFLINE": "1", orphans.STARTER: str(os.getpid())}
         if current_platform.is_cpu():
             cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
             claim = machine.CoreClaim(cores, num_parts)
@@ -161,6 +197,13 @@ class VllmEngine:
                 raise
             raise EngineUnusable(f"the engine didn't start: {_one_line(error)}") from error
         return engine
+
+    def drain(self) -> None:
+        def close_admission() -> None:
+            if self._llm is not None:
+                self._llm.admission.close()
+
+        self.loop.call_soon_threadsafe(close_admission)
 
     def restart(self) -> None:
         try:
@@ -198,13 +241,25 @@ class VllmEngine:
     async def generate(
         self, request: Request, *, lane: Lane, priority: int | None = None, deadline: float | None = None
     ) -> AsyncIterator[Event]:
-        body = jiter.from_json(request.body.encode())
+        said = jiter.from_json(request.body.encode())
+        body = to_engine(said, request.endpoint, self.limits)
+        answer = self._stream if body.get("stream") else self._answer
+        async with contextlib.aclosing(answer(request, body, lane, priority, deadline)) as events:
+            async for event in events:
+                match event:
+                    case Failed(failure):
+                        yield Failed(in_words_of(failure, said, request.endpoint))
+                    case _:
+                        yield event
+
+    async def _answer(
+        self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None, deadline: float | None
+    ) -> AsyncGenerator[Event, None]:
         # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
         task = asyncio.ensure_future(self._complete(request, body, lane, priority))
         try:
-            limits = [] if deadline is None else [max(0.0, deadline - time.time())]
-            limits += [seconds] if (seconds := body.get("timeout_sec")) is not None else []
-            timeout = min(limits, default=None)
+            until = _until(body, deadline)
+            timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
             done, _ = await asyncio.wait({task}, timeout=timeout)
         except asyncio.CancelledError:
             await _cancel(task)
@@ -213,48 +268,66 @@ class VllmEngine:
             yield task.result()
             return
         await _cancel(task)
-        yield Failed(Failure(504, "deadline_exceeded", "the request's deadline passed before it was answered"))
+        yield Failed(LATE)
+
+    async def _stream(
+        self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None, deadline: float | None
+    ) -> AsyncGenerator[Event, None]:
+        started, first_ms = time.monotonic(), None
+        until = _until(body, deadline)
+        prepared, reply = None, reply_to(request.endpoint)
+        try:
+            async with asyncio.timeout_at(until):
+                prepared = await self._prepare(request, body, lane, priority)
+            async with contextlib.aclosing(prepared.result) as parts:
+                while True:
+                    # The time limit is not in force while whoever reads has the word.
+                    async with asyncio.timeout_at(until):
+                        part = await anext(parts, None)
+                    if part is None:
+                        break
+                    if part == _DONE:
+                        continue
+                    first_ms = first_ms or (time.monotonic() - started) * 1000
+                    if (data := _told(part, reply)) is not None:
+                        yield Chunk(data)
+        except TimeoutError:
+            yield Failed(LATE)
+        except _Refused as refused:
+            yield Failed(refused.failure)
+        except (asyncio.CancelledError, GeneratorExit, EngineUnusable, NotBegun):
+            raise
+        except BaseException as error:  # a panic of a Rust library is one
+            yield Failed(self._failure_of(request, error))
+        else:
+            call = prepared.call
+            timing = _timing(call.metrics, call.waited_s * 1000, (time.monotonic() - started) * 1000)
+            timing = replace(timing, first_token_ms=first_ms)
+            for event in reply.last(timing):
+                yield Chunk(to_json(event))
+            yield Streamed(call.usage.model_dump(mode="json", exclude_none=True), timing)
 
     def submit(self, request: Request, *, lane: Lane) -> "concurrent.futures.Future[Answered | Failed]":
-        return asyncio.run_coroutine_threadsafe(self._last_event(request, lane), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._last_event(request, lane), self.loop)
 
     async def _last_event(self, request: Request, lane: Lane) -> Answered | Failed:
-        events = [event async for event in self.generate(request, lane=lane)]
-        return events[-1]
+        *_, last = [event async for event in self.generate(request, lane=lane)]
+        assert isinstance(last, Answered | Failed), "a batch request doesn't stream"
+        return last
 
     async def _complete(
         self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None
     ) -> Answered | Failed:
-        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-
-        from pipelines.handlers import CALL, Call
-
         started = time.monotonic()
-        if not self._handlers:
-            raise EngineUnusable("the engine is not up")
-        request_class, handle = self._handlers[request.endpoint]
-        # vLLM keys its own state by this id; a caller may repeat his.
-        body["request_id"] = f"{body.get('request_id') or request.id}-{uuid.uuid4().hex[:12]}"
         try:
-            # vLLM's models refuse beside beams what our search honours; the contract's rules have had their say.
-            uses_beams = body.pop("use_beam_search", False)
-            asked = request_class.model_validate(body).model_copy(update={"use_beam_search": uses_beams})
-            call = Call(lane, asked.priority if priority is None else priority, asked)
-            CALL.set(call)
-            result = await handle(asked)
-        except (asyncio.CancelledError, EngineUnusable):
+            prepared = await self._prepare(request, body, lane, priority)
+        except _Refused as refused:
+            return Failed(refused.failure)
+        except (asyncio.CancelledError, EngineUnusable, NotBegun):
             raise
         except BaseException as error:  # a panic of a Rust library is one
-            failure = self._translated(translate(error))
-            if failure.reason == "engine_error":
-                log.warning("%s failed in the engine", request.id, exc_info=error)
-            return Failed(failure)
-        if isinstance(result, ErrorResponse):
-            return Failed(self._translated(translate_response(result)))
-        assert hasattr(result, "choices"), "a batch request doesn't stream"
-        if any(choice.finish_reason == "abort" for choice in result.choices):
-            self._raise_if_dead()
-            return Failed(ABORTED)
+            return Failed(self._failure_of(request, error))
+        call, result, uses_beams = prepared.call, prepared.result, prepared.uses_beams
         metrics, result.metrics = result.metrics, None
         timing = _timing(metrics, call.waited_s * 1000, (time.monotonic() - started) * 1000)
         answer = result.model_dump(mode="json")
@@ -264,7 +337,55 @@ class VllmEngine:
             for choice, hypothesis in zip(answer["choices"], found, strict=True):
                 choice |= {"cumulative_logprob": hypothesis.beam.cumulative, "score": hypothesis.score}
             answer["usage"]["search_tokens"] = call.search_tokens
-        return Answered(answer, timing)
+        told = reply_to(request.endpoint).answer(answer, timing)
+        return Answered(told, timing, None if "usage" in told else answer)
+
+    async def _prepare(self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None) -> "_Prepared":
+        """Hand a request to vLLM's handler. Raises _Refused with what it refuses, and whatever it raises."""
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+        from pipelines.handlers import CALL, Call
+
+        if not self._handlers:
+            raise EngineUnusable("the engine is not up")
+        request_class, handle = self._handlers[engine_endpoint(request.endpoint)]
+        # vLLM keys its own state by this id; a caller may repeat his.
+        body["request_id"] = f"{body.get('request_id') or request.id}-{uuid.uuid4().hex[:12]}"
+        # vLLM's models refuse beside beams what our search honours; the contract's rules have had their say.
+        uses_beams = body.pop("use_beam_search", False)
+        asked = request_class.model_validate(body).model_copy(update={"use_beam_search": uses_beams})
+        call = Call(lane, asked.priority if priority is None else priority, asked)
+        CALL.set(call)
+        result = await handle(asked)
+        if isinstance(result, ErrorResponse):
+            raise _Refused(self._translated(translate_response(result)))
+        return _Prepared(call, result, uses_beams)
+
+    def _failure_of(self, request: Request, error: BaseException) -> Failure:
+        """What an exception says of a request; raises EngineUnusable where it says it of the engine."""
+        failure = self._translated(translate(error))
+        if failure.reason == "engine_error":
+            log.warning("%s failed in the engine", request.id, exc_info=error)
+        return failure
+
+    @property
+    def state(self) -> EngineState:
+        llm = self._llm
+        if llm is None:
+            return EngineState()
+        return EngineState(llm.admission.num_running, llm.admission.num_waiting, llm.kv_use.share)
+
+    async def ask(self) -> EngineState:
+        self._raise_if_dead()
+        try:
+            # A question that the engine's own process answers, between two of its steps.
+            async with asyncio.timeout(_ANSWER_S):
+                await self._llm.is_sleeping()
+        except TimeoutError:
+            raise EngineUnusable(f"the engine's process hasn't answered for {_ANSWER_S} s") from None
+        except Exception as error:
+            raise EngineUnusable(f"the engine's process doesn't answer: {_one_line(error)}") from error
+        return self.state
 
     def _translated(self, told: Failure | EngineUnusable) -> Failure:
         """A failure of the request; raises EngineUnusable where it is the engine's, also by the state that it is in."""
@@ -278,14 +399,14 @@ class VllmEngine:
             raise EngineUnusable("the engine's process has died")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
         if self._thread.is_alive():
             self._run(self._shut_down())
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
-            self._loop.close()
+            self.loop.close()
             # vLLM's finalizers need modules that are gone when the interpreter ends: run them now.
             gc.collect()
         if self._claim is not None:
@@ -304,6 +425,43 @@ class VllmEngine:
             llm.shutdown(_SHUTDOWN_S)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What vLLM's handler made of a request: an answer, or a generator of server-sent events."""
+
+    call: Any
+    result: Any
+    uses_beams: bool
+
+
+class _Refused(Exception):
+    """vLLM's handler refused a request."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def _until(body: Mapping[str, Any], deadline: float | None) -> float | None:
+    """When to give a request up, by the running loop's clock."""
+    seconds = [] if deadline is None else [deadline - time.time()]
+    seconds += [own] if (own := body.get("timeout_sec")) is not None else []
+    return asyncio.get_running_loop().time() + min(seconds) if seconds else None
+
+
+def _told(event: str, reply: Reply) -> str | None:
+    """The JSON of a server-sent event of vLLM's as it goes out: without its times, which ride on the last one, and in
+    the words of the API that was asked. None: nothing goes out for it."""
+    data = event.removeprefix("data: ").rstrip("\n")
+    has_metrics, is_concerned = '"metrics":' in data, reply.concerns(data)
+    if not has_metrics and not is_concerned:
+        return data
+    value = jiter.from_json(data.encode())
+    value.pop("metrics", None)
+    told = reply.chunk(value) if is_concerned else value
+    return None if told is None else to_json(told)
+
+
 def _assert_limits(limits: ModelLimits, model_config: Any) -> None:
     """Requests were judged by what the model's folder says; the engine must mean the same."""
     if model_config.max_model_len != limits.context_length:
@@ -316,53 +474,6 @@ def _assert_limits(limits: ModelLimits, model_config: Any) -> None:
             f"requests were checked against a vocabulary of {limits.vocab_size:,} tokens, and the engine has "
             f"{model_config.get_vocab_size():,}. Is the model's config.json its own?"
         )
-
-
-def compile_constraint(path: str, vocab_size: int, constraint: str) -> str | None:
-    """What the engine would say against a constraint of an answer's form; None: it would take it.
-
-    `constraint`: JSON of a body's `structured_outputs` or `response_format`, under that name. For a process that can be
-    ended: it takes as long as the constraint makes it.
-    """
-    from types import SimpleNamespace
-
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.structured_output.request import get_structured_output_key
-
-    try:
-        request = CompletionRequest.model_validate({"prompt": "a", **jiter.from_json(constraint.encode())})
-        params = SamplingParams(structured_outputs=request.extract_structured_outputs())
-        params._validate_structured_outputs(
-            SimpleNamespace(is_diffusion=False),
-            SimpleNamespace(backend="xgrammar"),
-            _tokenizer(path),
-        )
-        _xgrammar(path, vocab_size).compile_grammar(*get_structured_output_key(params.structured_outputs))
-    except Exception as error:  # of vLLM, of xgrammar's C++, of pydantic
-        return one_line(str(error))[:300]
-    return None
-
-
-@cache
-def _tokenizer(path: str) -> Any:
-    from vllm.tokenizers import get_tokenizer
-
-    return get_tokenizer(path)
-
-
-@cache
-def _xgrammar(path: str, vocab_size: int) -> Any:
-    from types import SimpleNamespace
-
-    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
-
-    settings = SimpleNamespace(
-        structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
-        model_config=None,
-        speculative_config=None,
-    )
-    return XgrammarBackend(settings, tokenizer=_tokenizer(path), vocab_size=vocab_size)
 
 
 def _timing(metrics: Any, waited_ms: float, total_ms: float) -> Timing:

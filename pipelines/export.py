@@ -17,23 +17,16 @@ the same bytes each time.
 """
 
 import hashlib
-import io
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any
 
-import pyarrow.parquet as pq
-
+from pipelines.published import find_run
 from pipelines.storage import Folder, explain
-from schemas import tables
-from schemas.failures import Failure, UsageError
+from schemas.failures import Failure, StorageFailed, UsageError
 
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
-# Rows in memory at a time: an answer can have megabytes of log-probabilities.
-BATCH_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ def export(source: str, run_id: str | None, target: str) -> Exported:
     written to.
     """
     output, folder = Folder.at(source), Folder.at(target)
-    run = find_run(output, run_id)
+    run = find_run(output, run_id, "--from")
     _check_apart(folder, output)
     folder.check_writable()
     try:
@@ -61,7 +54,7 @@ def export(source: str, run_id: str | None, target: str) -> Exported:
                 folder.show(OUTPUT): _write(answers, map(response_line, run.rows("responses", _RESPONSE_COLUMNS))),
                 folder.show(ERRORS): _write(faults, map(error_line, run.rows("errors", _ERROR_COLUMNS))),
             }
-    except OSError as error:
+    except StorageFailed as error:
         # Of the target alone: what reading raises is a UsageError already.
         raise UsageError(
             f"{folder.show()}: can't be written to ({explain(error)}). Give an --output folder that can"
@@ -113,79 +106,6 @@ def _write(stream: IO[bytes], lines: Iterable[bytes]) -> int:
     for number, line in enumerate(lines, start=1):  # noqa: B007 - the last one's number is what is asked for
         stream.write(line)
     return number
-
-
-# --- a published run ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedRun:
-    """A run's folder, and the path in it and SHA-256 of each of its files, in their order."""
-
-    id: str
-    folder: Folder
-    files: tuple[tuple[str, str], ...]
-
-    def rows(self, table: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """The rows of one table as they were published, a few at a time. Raises UsageError that names a file which is
-        missing, can't be read, or isn't the one that the manifest means: Parquet's data has no checksum of its own."""
-        for path, checksum in self.files:
-            if not path.startswith(f"{table}/"):
-                continue
-            place = self.folder.show(path)
-            advice = "Restore the run's folder, or answer the requests again with `overnight score`"
-            with _reading(place, advice), self.folder.open(path) as stream:
-                if hashlib.file_digest(cast("io.BufferedIOBase", stream), "sha256").hexdigest() != checksum:
-                    raise UsageError(f"{place}: isn't the file that the run published (its checksum differs). {advice}")
-                stream.seek(0)
-                # Buffering ahead would take the whole file into memory.
-                parquet = pq.ParquetFile(stream, pre_buffer=False)
-                for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
-                    yield from batch.to_pylist()
-
-
-def find_run(output: Folder, run_id: str | None) -> PublishedRun:
-    """A published run of the folder that `score` wrote; without an id the current one. Raises UsageError."""
-    path = ("manifest.json",) if run_id is None else ("runs", run_id, "manifest.json")
-    place = output.show(*path)
-    advice = (
-        "Give --from the folder or URI that `overnight score --output` wrote"
-        if run_id is None
-        else f"Give --run the name of a folder below {output.show('runs')}, or leave it out for the current run"
-    )
-    with _reading(place, advice), output.open(*path) as stream:
-        data = stream.read()
-    try:
-        manifest = json.loads(data)
-        found, version = manifest["run_id"], manifest["version"]
-        files = tuple((file["path"], file["sha256"]) for file in manifest["files"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{place}: isn't the manifest of a run. {advice}") from error
-    if version != tables.VERSION:
-        raise UsageError(
-            f"{place}: found tables of version {version}, expected {tables.VERSION}. "
-            "Export with the version of overnight that made them"
-        )
-    if run_id not in (None, found):
-        raise UsageError(f"--run {run_id}: there is no such run. {advice}")
-    if PurePosixPath(output.uri).parts[-2:] == ("runs", found):
-        raise UsageError(
-            f"{output.show()}: is the folder of one run. Give --from the folder above its `runs`, and --run {found}"
-        )
-    return PublishedRun(found, output.join("runs", found), files)
-
-
-@contextmanager
-def _reading(place: str, advice: str) -> Iterator[None]:
-    """Turns what a store, or Parquet, says about `place` into a UsageError."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except FileNotFoundError as error:
-        raise UsageError(f"{place}: no such file. {advice}") from error
-    except Exception as error:  # each store has exceptions of its own
-        raise UsageError(f"{place}: can't be read ({explain(error)}). {advice}") from error
 
 
 def _check_apart(folder: Folder, output: Folder) -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from pipelines import batch, cluster, costs, write
 from pipelines.costs import Estimate, Experience
-from pipelines.placement import place
 from pipelines.prepare import prepare
 from pipelines.progress import Show
 from schemas.plans import Totals
@@ -28,23 +27,24 @@ class Forecast:
 
 def forecast(settings: RunSettings, show: Show) -> Forecast:
     """Check and plan as a run would; no engine is started, and nothing of it is left. Raises UsageError."""
-    prepared = prepare(settings, show)
-    show.phase("starting Ray")
-    try:
-        with cluster.connected(settings.verbose):
-            placement = place(settings, prepared.model)
-            planned = batch.make_plan(settings, prepared, placement, show)
-    finally:
-        prepared.work.remove()
-    if planned.chunks:
-        placement = placement.for_chunks(planned.chunks)
-    experience = costs.experience_of(write.read_manifest(prepared.output), prepared.identities)
-    return Forecast(
-        planned.num_rows,
-        planned.validated,
-        planned.totals,
-        len(planned.chunks),
-        placement.num_replicas if planned.chunks else 0,
-        costs.estimate(planned.totals, placement.num_replicas, experience, settings.prices),
-        experience,
-    )
+    with batch.adopted(settings, cluster.connected) as given:
+        prepared = prepare(given, show)
+        show.phase("starting Ray")
+        try:
+            with cluster.connected(given.verbose):
+                placement = batch.place_run(given, prepared)
+                planned = batch.make_plan(given, prepared, placement, show, batch.earlier_run(given, prepared.output))
+        finally:
+            prepared.work.remove()
+        if planned.chunks:
+            placement = placement.for_chunks(planned.chunks)
+        experience = costs.experience_of(write.read_manifest(prepared.output), prepared.identities)
+        return Forecast(
+            planned.num_rows,
+            planned.settled,
+            planned.totals,
+            len(planned.chunks),
+            placement.num_replicas if planned.chunks else 0,
+            costs.estimate(planned.totals, placement.num_replicas, experience, given.prices),
+            experience,
+        )

@@ -13,7 +13,8 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from pipelines import engine
+from pipelines.constraints import compile_constraint
+from schemas.dialects import EngineEndpoint
 from schemas.failures import Failure
 from schemas.limits import ModelLimits
 from schemas.rules import plain, refuse
@@ -22,6 +23,9 @@ TIME_LIMIT_S = 10.0
 # A fresh process imports vLLM before it can compile.
 _START_LIMIT_S = 300.0
 _REMEMBERED = 4096
+# The fields that give an answer its form. Tools do where a call is required, named, or to keep strictly to its schema.
+_FORMS = ("structured_outputs", "response_format")
+_OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 @cache
@@ -34,19 +38,23 @@ class GrammarCompiler:
     """Says whether the engine will take what a request asks of its answer's form."""
 
     def __init__(self, path: str, limits: ModelLimits, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self._model = (path, limits.vocab_size)
+        self._model = (path, limits.vocab_size, limits.tool_parser)
         self._time_limit_s = time_limit_s
         self._pool: ProcessPool | None = None
         self._is_warm = False
         self._known: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
 
-    def check(self, body: dict[str, Any]) -> Failure | None:
+    def check(self, body: dict[str, Any], endpoint: EngineEndpoint) -> Failure | None:
         """A Failure when the body's constraint doesn't compile, or not in time. `body` passed the rules."""
-        field = "structured_outputs" if body.get("structured_outputs") else "response_format"
-        constraint = body.get(field)
-        if not constraint or constraint.get("type") in ("text", "json_object"):
+        said = {name: body[name] for name in _FORMS if body.get(name)}
+        if said.get("response_format", {}).get("type") in ("text", "json_object"):
+            del said["response_format"]
+        if endpoint == "/v1/chat/completions" and body.get("tools") and body.get("tool_choice") != "none":
+            said |= {name: body[name] for name in _OF_TOOLS if body.get(name) is not None}
+        if not said:
             return None
-        key = json.dumps({field: constraint}, sort_keys=True)
+        field = next(iter(said))
+        key = json.dumps(said, sort_keys=True)
         if key in self._known:
             self._known.move_to_end(key)
         else:
@@ -60,7 +68,7 @@ class GrammarCompiler:
         """Reason and message of what is wrong, if anything."""
         pool = self._warm_pool()
         try:
-            found = pool.schedule(engine.compile_constraint, (*self._model, key), timeout=self._time_limit_s).result()
+            found = pool.schedule(compile_constraint, (*self._model, key), timeout=self._time_limit_s).result()
         except TooLate:
             self._is_warm = False
             return "constraint_too_slow", f"it takes more than {self._time_limit_s:g} s to compile. Make it simpler"
@@ -74,10 +82,10 @@ class GrammarCompiler:
         if self._pool is None:
             self._pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
         if not self._is_warm:
-            any_constraint = json.dumps({"structured_outputs": {"choice": ["a"]}})
-            self._pool.schedule(
-                engine.compile_constraint, (*self._model, any_constraint), timeout=_START_LIMIT_S
-            ).result()
+            # One that needs all that any needs.
+            tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+            any_constraint = json.dumps({"tools": [tool], "tool_choice": "required"})
+            self._pool.schedule(compile_constraint, (*self._model, any_constraint), timeout=_START_LIMIT_S).result()
             self._is_warm = True
         return self._pool
 

@@ -2,13 +2,14 @@
 the request. Bodies, log-probabilities, tool calls and usage stay vLLM's. Imported once an engine starts."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.entrypoints.generate.base.serving import build_per_request_timing_metrics
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -17,13 +18,17 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePat
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines import beam_rows
 from pipelines.adapters import Adapter
 from pipelines.admission import Admission, Ask
 from pipelines.beam import Hypothesis
+from pipelines.constraints import strict, tool_parser
+from pipelines.translation import GivenUp
+from schemas.dialects import EngineEndpoint
 from schemas.limits import ModelLimits
-from schemas.requests import Endpoint, Lane
+from schemas.requests import Lane
 
 
 @dataclass(slots=True, eq=False)
@@ -39,16 +44,34 @@ class Call:
     found: dict[int, list[Hypothesis]] = field(default_factory=dict)
     search_tokens: int = 0
     num_searches: int = 0
+    # Of a stream that came to its end: its usage, and vLLM's times where they are those of one sequence.
+    usage: Any = None
+    metrics: Any = None
 
 
 # The request that the running task works on.
 CALL: ContextVar[Call] = ContextVar("call")
 
 
+class KvUse(StatLoggerBase):  # type: ignore[misc]  # vLLM's classes have no types here
+    """How much of the KV cache is in use, by the engine's own count after each step."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.share = 0.0
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self.share = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
 class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no types here
     """vLLM's engine client, entered through an admission."""
 
     admission: Admission
+    kv_use: KvUse
 
     def __del__(self) -> None:
         """Nothing. Whoever started it shuts it down; vLLM's own finalizer does so again at exit, when the modules that
@@ -63,8 +86,9 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         lora = others.get("lora_request")
         async with self.room(call, prompt, sampling_params, sampling_params.n, kind, lora) as observe:
             output = None
-            async for output in super().generate(prompt, sampling_params, request_id, **others):
-                yield output
+            async with aclosing(super().generate(prompt, sampling_params, request_id, **others)) as outputs:
+                async for output in outputs:
+                    yield output
             for choice in output.outputs if output is not None else ():
                 observe(len(choice.token_ids))
 
@@ -139,8 +163,48 @@ class _Beams:
         yield searched.output
 
 
-class Completions(_Beams, OpenAIServingCompletion):  # type: ignore[misc]  # vLLM's classes have no types here
+class _Raising:
+    """vLLM's streams tell an error as one more chunk; these raise it, so that it is told in one place."""
+
+    def create_streaming_error_response(self, error: Exception, *_: Any, **__: Any) -> str:
+        raise error
+
+    def _convert_generation_error_to_streaming_response(self, error: Exception) -> str:
+        raise error
+
+    def _raise_if_error(self, finish_reason: str | None, request_id: str) -> None:
+        if finish_reason == "abort":
+            raise GivenUp
+        # vLLM's method has no types here.
+        super()._raise_if_error(finish_reason, request_id)  # type: ignore[misc]
+
+
+class Completions(_Beams, _Raising, OpenAIServingCompletion):  # type: ignore[misc]  # vLLM's classes have no types here
     """vLLM's completion handler, with our beam search."""
+
+    async def completion_stream_generator(
+        self, request: Any, engine_inputs: Any, outputs: Any, *others: Any, request_metadata: Any, **more: Any
+    ) -> AsyncGenerator[str, None]:
+        call, last = CALL.get(), None
+
+        async def noted() -> AsyncGenerator[Any, None]:
+            nonlocal last
+            async with aclosing(outputs):
+                async for index, last in outputs:
+                    if request.max_tokens == 0:
+                        for choice in last.outputs:
+                            choice.token_ids = []
+                    yield index, last
+
+        parts = super().completion_stream_generator(
+            request, engine_inputs, noted(), *others, request_metadata=request_metadata, **more
+        )
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
+        call.usage = request_metadata.final_usage_info
+        if last is not None and len(engine_inputs) == 1 and request.n == 1:
+            call.metrics = build_per_request_timing_metrics(last.metrics, call.usage.completion_tokens)
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *others: Any) -> Any:
         if request.max_tokens == 0:
@@ -150,12 +214,39 @@ class Completions(_Beams, OpenAIServingCompletion):  # type: ignore[misc]  # vLL
         return super().request_output_to_completion_response(outputs, request, *others)
 
 
-class Chats(_Beams, OpenAIServingChat):  # type: ignore[misc]  # vLLM's classes have no types here
+class Chats(_Beams, _Raising, OpenAIServingChat):  # type: ignore[misc]  # vLLM's classes have no types here
     """vLLM's chat handler, with our beam search."""
+
+    async def chat_completion_stream_generator(
+        self, request: Any, result_generator: Any, *others: Any, **more: Any
+    ) -> AsyncGenerator[str, None]:
+        call, last = CALL.get(), None
+        # The last of the others is what the usage is told to.
+        request_metadata = others[-1]
+
+        async def noted() -> AsyncGenerator[Any, None]:
+            nonlocal last
+            async with aclosing(result_generator):
+                async for last in result_generator:
+                    yield last
+
+        parts = super().chat_completion_stream_generator(request, noted(), *others, **more)
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
+        call.usage = request_metadata.final_usage_info
+        if last is not None and (request.n or 1) == 1:
+            call.metrics = build_per_request_timing_metrics(last.metrics, call.usage.completion_tokens)
 
 
 def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_share: float) -> AdmittedLLM:
     """Start vLLM's engine process and wait until the model is loaded. To be called on the loop that it will live on."""
+    made: list[KvUse] = []
+
+    def make_logger(vllm_config: Any, engine_index: int = 0) -> KvUse:
+        made.append(KvUse(vllm_config, engine_index))
+        return made[-1]
+
     llm: AdmittedLLM = AdmittedLLM.from_engine_args(
         AsyncEngineArgs(
             model=model_path,
@@ -163,13 +254,15 @@ def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_
             max_logprobs=limits.engine_logprobs,
             enable_prompt_embeds="prompt_embeds" in limits.allowed,
             # Of several, vLLM takes the one that the first request needs, for all that follow.
-            structured_outputs_config={"backend": "xgrammar"},
+            structured_outputs_config={"backend": "xgrammar", "reasoning_parser": limits.reasoning_parser or ""},
             enable_prefix_caching=True,
             scheduling_policy="priority",
             enable_log_requests=False,
             **arguments,
-        )
+        ),
+        stat_loggers=[make_logger],
     )
+    llm.kv_use = made[0]
     config = llm.vllm_config
     block_size, num_slots = config.cache_config.block_size, config.scheduler_config.max_num_seqs
     # A few wait in the engine itself, so that a slot that falls free is taken by the next step.
@@ -199,23 +292,27 @@ async def serve_models(
 
 def make_handlers(
     llm: AdmittedLLM, models: OpenAIServingModels, limits: ModelLimits
-) -> dict[Endpoint, tuple[Any, Any]]:
+) -> dict[EngineEndpoint, tuple[Any, Any]]:
     """By endpoint: the class of vLLM's request, and what answers one."""
     # The model's own template; one that a request brings only where the operator allows it.
     template: dict[str, Any] = {
         "chat_template": None,
         "chat_template_content_format": "auto",
         "trust_request_chat_template": "chat_template" in limits.allowed,
-        "enable_auto_tools": limits.tool_parser is not None,
-        "tool_parser": limits.tool_parser,
+        # Without it vLLM has no parser at all; the rules refuse a free choice where no way of its own is known.
+        "enable_auto_tools": True,
+        "tool_parser": tool_parser(limits.tool_parser),
+        "reasoning_parser": limits.reasoning_parser or "",
     }
+    renderer = OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template)
+    renderer.parser = strict(renderer.parser)
     shared: dict[str, Any] = {
-        "online_renderer": OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template),
+        "online_renderer": renderer,
         "request_logger": None,
         "enable_prompt_tokens_details": True,
         "enable_per_request_metrics": True,
     }
-    made: dict[Endpoint, tuple[Any, Any]] = {
+    made: dict[EngineEndpoint, tuple[Any, Any]] = {
         "/v1/completions": (CompletionRequest, Completions(llm, models, **shared).create_completion),
         "/v1/chat/completions": (
             ChatCompletionRequest,
@@ -223,5 +320,5 @@ def make_handlers(
         ),
     }
     # vLLM keeps this frame, and what it holds would outlive the engine.
-    del llm, models, shared
+    del llm, models, shared, renderer
     return made

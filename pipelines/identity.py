@@ -15,7 +15,7 @@ from schemas.settings import EngineSettings
 # A larger file is hashed in pieces spread evenly over it: weights that differ do so nearly everywhere.
 _WHOLE_BYTES = 16 << 20
 _PIECES, _PIECE_BYTES = 64, 64 << 10
-_SETTINGS = ("dtype", "max_model_len", "seed", "tool_parser")
+_SETTINGS = ("dtype", "max_model_len", "seed", "tool_parser", "reasoning_parser")
 
 
 def identities(model: Model, adapters: Mapping[str, Adapter], settings: EngineSettings) -> dict[str, str]:

@@ -18,16 +18,16 @@ from pipelines.engine import Engine
 from pipelines.order import deal
 from pipelines.outcomes import kept, tally_of
 from pipelines.placement import Placement
+from pipelines.ray_errors import as_ours
 from pipelines.replica import Replica, Stage
-from schemas.failures import EngineUnusable
 from schemas.requests import Tally
 
 log = logging.getLogger("overnight.infer")
 
-# Tasks that look at what is staged.
-_MOST_LOOKS = 64
 # A replica's process is started again so often.
 MAX_RESTARTS = 3
+# Tasks that look at what is staged.
+_MOST_LOOKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +50,35 @@ def run_chunks(
     read_chunk: Callable[[dict[str, Any]], pa.Table],
     stage: Stage,
     scoreboard: Any,
+    run_id: str,
     retries_errors: bool = False,
 ) -> Iterator[FinishedChunk]:
     """Send chunks over replicas with Ray Data, and yield each when it is done.
 
     Rows that are staged already aren't sent again; with `retries_errors` those that failed in an engine are.
 
-    All replicas are started at once, and work as they come up. Raises EngineUnusable when an engine doesn't start or
+    All replicas are started at once, and work as they come up; where their number isn't fixed, there are more when the
+    cluster has room for more. Raises EngineUnusable when an engine doesn't start or
     dies, or a replica's process dies time and again.
     """
     import ray.data
     from ray.data import ActorPoolStrategy
     from ray.util.annotations import RayDeprecationWarning
 
-    dealt = deal(chunks, placement.num_replicas, placement.chunks_in_flight)
-    items = ray.data.from_items(dealt, override_num_blocks=len(dealt))
+    order = deal([chunk["work"] for chunk in chunks], placement.num_replicas, placement.chunks_in_flight)
+    items = ray.data.from_items([chunks[place] for place in order], override_num_blocks=len(order))
     with warnings.catch_warnings():
         # Ray means to take max_restarts under its own name, which this release doesn't yet.
         warnings.simplefilter("ignore", RayDeprecationWarning)
         finished = items.map_batches(
             Replica,
-            fn_constructor_args=(start_engine, read_chunk, stage, scoreboard, retries_errors),
+            fn_constructor_args=(start_engine, read_chunk, stage, scoreboard, run_id, retries_errors),
             batch_size=1,
             batch_format="pyarrow",
             compute=ActorPoolStrategy(
-                size=placement.num_replicas,
+                min_size=placement.num_replicas,
+                initial_size=placement.num_replicas,
+                max_size=placement.max_replicas or placement.num_replicas,
                 max_tasks_in_flight_per_actor=placement.chunks_in_flight,
                 max_concurrent_calls_per_actor=placement.chunks_in_flight,
                 enable_true_multi_threading=True,
@@ -84,44 +88,20 @@ def run_chunks(
             runtime_env={"env_vars": placement.environment},
             # A replica whose process dies comes back, but not for ever: something in its work may be what kills it.
             max_restarts=MAX_RESTARTS,
-            max_task_retries=MAX_RESTARTS,
+            # Tasks are bound by that alone: they may fail many times while a node that died isn't yet known to be dead.
+            max_task_retries=-1,
         )
     try:
-        # Nothing ahead: Ray would hold a finished chunk back until the next one is there.
-        for block in finished.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            for row in block.to_pylist():
-                tally, new = (Tally(**json.loads(row[name])) for name in ("tally", "new"))
-                yield FinishedChunk(row["number"], tuple(row["parts"]), tally, new, row["started"], row["ended"])
-    except Exception as error:
-        failure = _as_ours(error)
-        if failure is None:
-            raise
-    else:
-        return
-    # Outside of the handler, and without what the exception's frames would keep: the replicas, and what they hold.
-    del finished, items
-    gc.collect()
-    raise failure
-
-
-def _as_ours(error: Exception) -> EngineUnusable | None:
-    """What an exception of Ray's says of an engine; None where it is about something else."""
-    import ray.exceptions
-
-    for cause in _chain(error):
-        # Ray also raises a class of its own that derives from ours; that one's text is a traceback.
-        if type(cause) is EngineUnusable:
-            return EngineUnusable(cause.reason)
-        if isinstance(cause, ray.exceptions.RayActorError):
-            return EngineUnusable(f"a replica's process died, and {MAX_RESTARTS} new ones in its place")
-    return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and its causes, Ray's kind of them first."""
-    while error is not None:
-        yield error
-        error = getattr(error, "cause", None) or error.__cause__
+        with as_ours(actor_died=f"a replica's process died, and {MAX_RESTARTS} new ones in its place"):
+            # Nothing ahead: Ray would hold a finished chunk back until the next one is there.
+            for block in finished.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+                for row in block.to_pylist():
+                    tally, new = (Tally(**json.loads(row[name])) for name in ("tally", "new"))
+                    yield FinishedChunk(row["number"], tuple(row["parts"]), tally, new, row["started"], row["ended"])
+    finally:
+        # The replicas, and what they hold, end with these.
+        del finished, items
+        gc.collect()
 
 
 def look_at_staged(

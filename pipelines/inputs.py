@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.storage import explain, is_remote, open_store
-from schemas.failures import UsageError
+from schemas.failures import InputMissing, UsageError
 
 SUFFIXES = tuple(name + packed for name in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
 
@@ -51,18 +51,20 @@ def _expand(spec: str, fs: Any, root: str) -> list[str]:
             below = fs.find(root) if is_remote(spec) else _walk(root)
             paths = sorted(path for path in below if path.endswith(SUFFIXES) and not _is_hidden(path[len(root) :]))
             if not paths:
-                raise UsageError(f"{spec}: holds no file that ends in {', '.join(SUFFIXES)}. Name the files, or a glob")
+                raise InputMissing(
+                    f"{spec}: holds no file that ends in {', '.join(SUFFIXES)}. Name the files, or a glob"
+                )
             return paths
         if glob.has_magic(root):
             paths = sorted(path for path in fs.glob(root) if fs.isfile(path))
             if not paths:
-                raise UsageError(f"{spec}: no file matches. Check the pattern (quoted, if the shell would expand it)")
+                raise InputMissing(f"{spec}: no file matches. Check the pattern (quoted, if the shell would expand it)")
             return paths
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(f"{spec}: can't be read ({explain(error)}). Check its permissions") from error
-    raise UsageError(f"{spec}: no such file or folder. Check --input")
+    raise InputMissing(f"{spec}: no such file or folder. Check --input")
 
 
 def _walk(root: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ The writer holds `_work/lease.json` and renews it; one that isn't renewed any mo
 machine, may be taken. It is made by an exclusive write: of the disk, or of a store that refuses to write a name twice.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 
 from pipelines.storage import Folder
-from schemas.failures import UsageError
+from schemas.failures import Busy, StorageFailed, UsageError
 
 log = logging.getLogger("overnight.lease")
 
@@ -31,7 +32,7 @@ _NAME = "lease.json"
 class Lease:
     """Held for as long as the block lasts, unless it is lost: `check` before what another run must not see.
 
-    Raises UsageError where another run writes to the folder.
+    Raises Busy where another run writes to the folder.
     """
 
     def __init__(self, output: Folder) -> None:
@@ -45,24 +46,32 @@ class Lease:
     def __enter__(self) -> "Lease":
         if not self._folder.create_once(self._data(), _NAME):
             holder = self._read()
-            if holder is not None and not _is_free(holder):
-                raise UsageError(
-                    f"{self._output.typed}: another run writes there ({_name(holder)}, last "
-                    f"heard of {time.time() - holder['renewed']:.0f} s ago). Wait for it, or give another --output"
+            # A store's answer to the first try may have been lost on the way.
+            is_ours = holder is not None and holder["token"] == self._token
+            if holder is not None and not is_ours and not _is_free(holder):
+                told = f"{_name(holder)}, last heard of {time.time() - holder['renewed']:.0f} s ago"
+                raise Busy(
+                    f"{self._output.typed}: another run writes there ({told}). Wait for it, or give another --output",
+                    told,
                 )
             self._folder.write(self._data(), _NAME)
             time.sleep(_SETTLE_S)
             holder = self._read()
             if holder is None or holder["token"] != self._token:
-                raise UsageError(f"{self._output.typed}: another run has begun to write there just now. Wait for it")
+                raise Busy(
+                    f"{self._output.typed}: another run has begun to write there just now. Wait for it",
+                    "begun just now",
+                )
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(timeout=10)
-        if self._is_ours():
-            self._folder.remove_file(_NAME)
+        # Where the store fails it expires.
+        with contextlib.suppress(StorageFailed):
+            if self._is_ours():
+                self._folder.remove_file(_NAME)
 
     def check(self) -> None:
         """Raises UsageError where another run has taken the lease."""
@@ -93,8 +102,7 @@ class Lease:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            with self._folder.open(_NAME) as stream:
-                held: dict[str, Any] = json.load(stream)
+            held: dict[str, Any] = json.loads(self._folder.read(_NAME))
         except (FileNotFoundError, ValueError):
             return None
         return held

@@ -52,6 +52,7 @@ def read_limits(
         max_beams=settings.max_beams,
         chat_template=_chat_template(folder, tokenizer),
         tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
         allowed=frozenset(settings.allow),
     )
 

@@ -4,6 +4,7 @@ vLLM's defaults are made for a GPU server that somebody waits for; on a small CP
 behind. Each setting chosen here is told with its reason and yields to one that was given.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -43,6 +44,14 @@ def has_fast_bf16() -> bool:
     slower than float32."""
     flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text(), re.MULTILINE)).split())
     return bool(flags & {"avx512f", "amx_bf16", "bf16"})
+
+
+def has_gpu_engine() -> bool:
+    """Whether the vLLM that is installed is the build for GPUs, which doesn't start without one."""
+    try:
+        return not importlib.metadata.version("vllm").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def count_cores() -> int:

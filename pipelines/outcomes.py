@@ -78,22 +78,23 @@ def conclude(row: dict[str, Any], event: Answered | Failed, replica: str, attemp
             "raw": row["request"].encode()[: tables.RAW_BYTES],
             "attempts": attempt,
             "is_deduplicated": row["is_repeated"],
+            "is_carried": False,
         }
     assert outcome is not None, "an event is an answer or a failure"
     return outcome, _tally_of_one(outcome)
 
 
 def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) -> dict[str, Any]:
-    body, usage = event.body, event.usage
+    full, usage = event.full, event.usage
     prompt = jiter.from_json(row["request"].encode()).get("prompt")
     return {
         **row,
-        "model": body["model"],
+        "model": full["model"],
         "prompt": prompt if isinstance(prompt, str) else None,
-        "response": json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")),
-        "text": [choice["text"] if "text" in choice else choice["message"]["content"] for choice in body["choices"]],
-        "finish_reason": [choice["finish_reason"] for choice in body["choices"]],
-        "created": datetime.fromtimestamp(body["created"], UTC),
+        "response": json.dumps(event.body, ensure_ascii=False, allow_nan=False, separators=(",", ":")),
+        "text": [choice["text"] if "text" in choice else choice["message"]["content"] for choice in full["choices"]],
+        "finish_reason": [choice["finish_reason"] for choice in full["choices"]],
+        "created": datetime.fromtimestamp(full["created"], UTC),
         "prompt_tokens": usage["prompt_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "total_tokens": usage["total_tokens"],
@@ -105,6 +106,7 @@ def _answered(row: dict[str, Any], event: Answered, replica: str, attempt: int) 
         "replica": replica,
         "attempt": attempt,
         "is_deduplicated": row["is_repeated"],
+        "is_carried": False,
     }
 
 
@@ -117,9 +119,10 @@ def tally_of(outcomes: pa.Table) -> Tally:
 
 
 def _tally_of_one(row: dict[str, Any]) -> Tally:
-    is_repeated = bool(row["is_deduplicated"])
+    is_repeated, is_carried = bool(row["is_deduplicated"]), bool(row["is_carried"])
+    is_free = is_repeated or is_carried
     # What the plan expected; nothing of a row that is answered by another's answer.
-    work = 0.0 if is_repeated else row["num_output_tokens"] + PROMPT_COST * row["num_prompt_tokens"]
+    work = 0.0 if is_free else row["num_output_tokens"] + PROMPT_COST * row["num_prompt_tokens"]
     if row.get("reason") is not None:
         num_faults = int(row["status_code"] >= _FAULT)
         return Tally(num_failed=1, num_faults=num_faults, reasons={row["reason"]: 1}, work=work)
@@ -130,9 +133,10 @@ def _tally_of_one(row: dict[str, Any]) -> Tally:
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         num_deduplicated=int(is_repeated),
-        deduplicated_tokens=completion_tokens if is_repeated else 0,
-        deduplicated_prompt_tokens=prompt_tokens if is_repeated else 0,
-        cached_tokens=0 if is_repeated else row["cached_tokens"] or 0,
+        num_carried=int(is_carried),
+        deduplicated_tokens=completion_tokens if is_free else 0,
+        deduplicated_prompt_tokens=prompt_tokens if is_free else 0,
+        cached_tokens=0 if is_free else row["cached_tokens"] or 0,
         work=work,
         # A chat that doesn't say goes on to the end of the context instead.
         num_cut_by_default=int(is_cut and jiter.from_json(row["request"].encode()).get("max_tokens") is None),

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from pipelines import machine, traces
+from pipelines.adapters import Adapter
+from pipelines.engine import EngineStart
 from pipelines.model import Model
 from pipelines.order import PARTS_OF_A_SHARE
 from schemas.failures import UsageError
 from schemas.plans import Chunk
-from schemas.settings import RunSettings
+from schemas.settings import Autoscaling, RunSettings, ServeSettings
 
 log = logging.getLogger("overnight.placement")
 
@@ -55,11 +58,15 @@ class Placement:
     rows_in_flight: int
     environment: dict[str, str]
     chunks_in_flight: int = 1
+    # CPU cores that a replica computes on, of those that it takes; None where it computes on all of them.
+    cores_used: int | None = None
+    # As many as there may be when nodes join later; None where there are no more than at first.
+    max_replicas: int | None = None
 
     @property
     def cores(self) -> int | None:
         """CPU cores that a replica computes on; None where it has GPUs."""
-        return None if self.num_gpus else self.num_cpus
+        return None if self.num_gpus else self.cores_used or self.num_cpus
 
     def for_chunks(self, chunks: Sequence[Chunk]) -> "Placement":
         """The same for these chunks in their order: no replica without a chunk, and none that takes more than an even
@@ -74,31 +81,50 @@ class Placement:
         # are smaller.
         first = requests_each[: max(1, num_replicas * self.rows_in_flight // max(requests_each))]
         needed = -(-self.rows_in_flight * len(first) // sum(first)) + 1
-        return replace(self, num_replicas=num_replicas, chunks_in_flight=min(share, needed, _MOST_CHUNKS_IN_FLIGHT))
+        return replace(
+            self,
+            num_replicas=num_replicas,
+            chunks_in_flight=min(share, needed, _MOST_CHUNKS_IN_FLIGHT),
+            max_replicas=None if self.is_fixed else num_chunks,
+        )
 
 
-def place(settings: RunSettings, model: Model) -> Placement:
+def place(settings: RunSettings | ServeSettings, model: Model) -> Placement:
     """Replicas for this cluster: as many GPUs each as the model needs, else the CPU cores of a node in equal shares.
 
-    Raises UsageError when the cluster hasn't what was asked for.
+    Where the engine that is installed needs GPUs and none is there, replicas wait for the cluster to grow. Raises
+    UsageError when the cluster hasn't what was asked for.
     """
     import ray
 
+    # One that scales by itself begins with the fewest, and waits for room for more.
+    wanted = settings.replicas.min_replicas if isinstance(settings.replicas, Autoscaling) else settings.replicas
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus_each = settings.engine.tensor_parallel_size or _choose_parts(nodes, model)
     num_gpus = int(sum(node.get("GPU", 0) for node in nodes))
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
-    if num_gpus:
+    # A cluster that grows from nothing: Ray doesn't tell what its autoscaler could bring.
+    has_gpus = num_gpus > 0 or machine.has_gpu_engine()
+    cores_used = None
+    if has_gpus and not num_gpus:
+        cpus, unit = 1, count(gpus_each, "GPU")
+        num_replicas = fitting = wanted or 1
+        log.warning("no GPU is there yet: the cluster is asked for %s; `ray status` tells what becomes of it", unit)
+    elif has_gpus:
         cpus, unit = 1, count(gpus_each, "GPU")
         fitting = sum(min(int(node.get("GPU", 0)) // gpus_each, int(node.get("CPU", 0)) // cpus) for node in nodes)
-        num_replicas = settings.replicas or max(1, fitting)
+        num_replicas = wanted or max(1, fitting)
     else:
-        num_replicas = settings.replicas or max(1, len([cpus for cpus in num_cpus if cpus]))
+        num_replicas = wanted or max(1, len([cpus for cpus in num_cpus if cpus]))
         per_node = -(-num_replicas // max(1, len(nodes)))
-        cpus = settings.engine.cores or max(1, min(filter(None, num_cpus), default=1) // per_node)
-        if cpus < gpus_each:
+        whole_share = max(1, min(filter(None, num_cpus), default=1) // per_node)
+        cpus = settings.engine.cores or whole_share
+        if not wanted and cpus < whole_share:
+            # One a machine, also when there is room for more: nodes that join later are what the number grows by.
+            cores_used, cpus = cpus, whole_share
+        if (cores := cores_used or cpus) < gpus_each:
             raise UsageError(
-                f"--engine tensor_parallel_size={gpus_each}: a replica has {count(cpus, 'CPU core')} here, and needs "
+                f"--engine tensor_parallel_size={gpus_each}: a replica has {count(cores, 'CPU core')} here, and needs "
                 "one for each part of the model. Give a smaller number, or more with --engine cores=N"
             )
         unit = count(cpus, "CPU core")
@@ -113,14 +139,30 @@ def place(settings: RunSettings, model: Model) -> Placement:
         is_fixed=settings.replicas is not None,
         replicas_per_node=-(-num_replicas // max(1, len(nodes))),
         num_cpus=cpus,
-        num_gpus=gpus_each if num_gpus else 0,
+        num_gpus=gpus_each if has_gpus else 0,
         num_parts=gpus_each,
-        rows_in_flight=int((settings.engine.max_num_seqs or (1024 if num_gpus else 256)) * _ROWS_AHEAD),
+        rows_in_flight=int((settings.engine.max_num_seqs or (1024 if has_gpus else 256)) * _ROWS_AHEAD),
         environment={
             "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **traces.environment(),
         },
+        cores_used=cores_used,
+    )
+
+
+def start_of(
+    settings: RunSettings | ServeSettings, model: Model, adapters: Mapping[str, Adapter], placed: Placement
+) -> EngineStart:
+    """How a replica's engine starts, wherever it lands: paths are those that another machine resolves, too."""
+    return EngineStart(
+        model.spec,
+        settings.served_names,
+        settings.engine.model_copy(update={"tensor_parallel_size": placed.num_parts}),
+        placed.replicas_per_node,
+        placed.cores,
+        {name: adapter.spec for name, adapter in adapters.items()},
     )
 
 

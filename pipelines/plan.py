@@ -23,7 +23,7 @@ from pipelines.order import PROMPT_COST, ChunkSize, Leaf, cut, shares, walk
 from pipelines.prefixes import first_levels, num_shared_tokens, shared_levels
 from pipelines.storage import Folder
 from schemas import tables
-from schemas.plans import Chunk, Plan, Totals
+from schemas.plans import Carried, Chunk, Plan, Totals
 from schemas.requests import Tally
 
 # Work of a chunk for each of its rows, in tokens: longer requests are fewer to a chunk.
@@ -49,10 +49,12 @@ def make_plan(
     rows_in_flight: int,
     with_dedup: bool,
     show_rows: Callable[[int], None],
+    carry: Callable[[Any], Carried] | None = None,
 ) -> Plan:
     """Run a dataset of `tables.CHECKED`, spool its rows into `work`, and return what is to be done with them.
 
-    `rows_in_flight`: those that a replica has at a time. `show_rows` is told how many rows are checked by now.
+    `rows_in_flight`: those that a replica has at a time. `show_rows` is told how many rows are checked by now. `carry`
+    stages answers for some of the rows; nobody need answer these.
     """
     import ray.data
 
@@ -66,17 +68,20 @@ def make_plan(
     kept = ray.data.from_arrow_refs(blocks)
     # Blocks that Ray cuts at a size would part equal requests, which the sort has brought into one.
     kept.context.target_max_block_size = None
-    validated, rejections = Tally(), []
+    settled, parts = Tally(), []
     for row in kept.map_batches(RejectionWriter(work), batch_format="pyarrow", batch_size=None).iter_rows():
-        validated.add(Tally(**json.loads(row["tally"])))
-        rejections += [row["rejections"]] if row["rejections"] else []
-    num_accepted = num_rows - validated.num_failed
-    if not num_accepted:
-        return Plan(validated=validated, rejections=tuple(sorted(rejections)))
-    keyed = kept.map_batches(with_key, batch_format="pyarrow", batch_size=None)
+        settled.add(Tally(**json.loads(row["tally"])))
+        parts += [row["rejections"]] if row["rejections"] else []
+    carried = carry(kept) if carry is not None and num_rows > settled.num_failed else Carried()
+    settled.add(carried.tally)
+    parts += carried.parts
+    num_left = num_rows - settled.num_done
+    if not num_left:
+        return Plan(settled=settled, settled_parts=tuple(sorted(parts)))
+    keyed = kept.map_batches(WithKey(carried.fingerprints), batch_format="pyarrow", batch_size=None)
     if len(blocks) > 1:
         keyed = keyed.sort("key")
-    writer = SpoolWriter(work, chunk_size(num_accepted, num_replicas, rows_in_flight), with_dedup)
+    writer = SpoolWriter(work, chunk_size(num_left, num_replicas, rows_in_flight), with_dedup)
     chunks, totals = [], Totals()
     for row in keyed.map_batches(writer, batch_format="pyarrow", batch_size=None).iter_rows():
         if told := row.pop("totals"):
@@ -87,18 +92,28 @@ def make_plan(
         ordered = split(ordered, num_replicas)
     # What is known of each request was for cutting: of a plan, the driver holds the same however long its chunks are.
     cut_out = tuple(replace(chunk, rows_each=b"", work_each=b"") for chunk in ordered)
-    return Plan(cut_out, totals, validated, tuple(sorted(rejections)))
+    return Plan(cut_out, totals, settled, tuple(sorted(parts)))
 
 
-def with_key(block: pa.Table) -> pa.Table:
-    """The accepted rows of a block of `tables.CHECKED`, with what they are sorted by: priority, path, fingerprint."""
-    accepted = block.filter(pc.is_null(block["reason"])).drop_columns(tables.FAULTS.names)
-    columns = (accepted[name].to_pylist() for name in ("priority", "path", "fingerprint"))
-    keys = [
-        (priority + 2**63).to_bytes(8) + path + bytes.fromhex(mark)
-        for priority, path, mark in zip(*columns, strict=True)
-    ]
-    return accepted.append_column("key", pa.array(keys, pa.binary()))
+@dataclass(frozen=True)
+class WithKey:
+    """The rows of a block of `tables.CHECKED` that are to be answered, with what they are sorted by: priority, path,
+    fingerprint."""
+
+    # Of rows that are answered already.
+    carried: pa.Array | None
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        is_left = pc.is_null(block["reason"])
+        if self.carried is not None:
+            is_left = pc.and_(is_left, pc.invert(pc.is_in(block["fingerprint"], value_set=self.carried)))
+        left = block.filter(is_left).drop_columns(tables.FAULTS.names)
+        columns = (left[name].to_pylist() for name in ("priority", "path", "fingerprint"))
+        keys = [
+            (priority + 2**63).to_bytes(8) + path + bytes.fromhex(mark)
+            for priority, path, mark in zip(*columns, strict=True)
+        ]
+        return left.append_column("key", pa.array(keys, pa.binary()))
 
 
 def arrange(chunks: list[Chunk], width: int) -> list[Chunk]:
@@ -165,14 +180,8 @@ class RejectionWriter:
         path = None
         if rejected.num_rows:
             path = f"rejections/{_part_name(block)}.parquet"
-            columns = [
-                rejected[field.name].cast(field.type)
-                if field.name in rejected.column_names
-                else pa.nulls(rejected.num_rows, field.type)
-                for field in tables.OUTCOMES
-            ]
             with self.work.create(path) as stream:
-                pq.write_table(pa.Table.from_arrays(columns, schema=tables.OUTCOMES), stream, compression="zstd")
+                pq.write_table(tables.as_outcomes(rejected), stream, compression="zstd")
         unknown = block.filter(pc.is_null(block["reason"]))["unknown_fields"]
         tally = Tally(
             num_failed=rejected.num_rows,

@@ -7,9 +7,11 @@ and says when, so that a run that has gone away is told from one that works.
 import collections
 import json
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ STATUS_S = 5.0
 # A replica that finishes nothing for so long stalls; of the rows that wait there, so many are named.
 STALL_S = 60.0
 NUM_NAMED = 3
+# Who stops a job gives it three seconds; a replica hears within one of them.
+FLUSH_S = 2.2
+_FLUSH_LOOK_S = 0.1
 # Tokens per second are those of the last minute.
 _RATE_S = 60.0
 
@@ -46,15 +51,43 @@ class ReplicaReport:
         return replace(self, idle_s=self.idle_s + seconds, oldest=[(row, age + seconds) for row, age in self.oldest])
 
 
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a replica is told when it reports: to begin nothing more; to make durable at once what is finished."""
+
+    is_draining: bool = False
+    is_flushing: bool = False
+
+
 class Scoreboard:
-    """The newest report of each replica. Runs as a Ray actor."""
+    """The newest report of each replica, and what all of them are told. Runs as a Ray actor."""
 
     def __init__(self) -> None:
         # With when it came.
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._orders = Orders()
+        self._flushed: set[str] = set()
 
-    def report(self, replica: str, report: ReplicaReport) -> None:
+    def report(self, replica: str, report: ReplicaReport) -> Orders:
+        """Take a replica's report; what it is to do."""
         self._reports[replica] = (time.monotonic(), report)
+        return self._orders
+
+    def drain(self) -> None:
+        """Tell the replicas, at their next report, to begin nothing more."""
+        self._orders = replace(self._orders, is_draining=True)
+
+    def flush(self) -> bool:
+        """Tell the replicas, at their next report, to make durable what they have finished; whether all have."""
+        self._orders = replace(self._orders, is_flushing=True)
+        # One that died reports no more, and has nothing to flush.
+        now = time.monotonic()
+        alive = {replica for replica, (came, _) in self._reports.items() if now - came < 3 * REPORT_S}
+        return alive <= self._flushed
+
+    def flushed(self, replica: str) -> None:
+        """What a replica had finished when it was told to flush is durable."""
+        self._flushed.add(replica)
 
     def read(self) -> dict[str, ReplicaReport]:
         """Each as it would be by now, had nothing happened since: one that hangs or has died reports no more."""
@@ -115,9 +148,17 @@ class Show(Protocol):
         """Once a second while requests are answered."""
         ...
 
+    def drains(self, draining: threading.Event) -> AbstractContextManager[None]:
+        """Requests are answered for as long as the block lasts. Whoever watches may set `draining`: what is in the
+        engines is then finished, and nothing more begun."""
+        ...
+
 
 class Watch:
-    """Tells `show` how far a run is, once a second, from a thread of its own, for as long as the block lasts."""
+    """Tells `show` how far a run is, once a second, from a thread of its own, for as long as the block lasts.
+
+    A SIGTERM in the block, for which somebody has a handler, has replicas make durable what they have finished first.
+    """
 
     def __init__(self, totals: Totals, scoreboard: Any, show: Callable[[Progress], None]) -> None:
         self._totals = totals
@@ -130,21 +171,41 @@ class Watch:
         # Counted from when the first replica is up: before that, nothing could be done.
         self._started: float | None = None
         self._work_before = 0.0
-        self._num_replicas_up = 0
+        # That have been, by now.
+        self.num_replicas_up = 0
         # When, and how many tokens were computed by then.
         self._past: collections.deque[tuple[float, int]] = collections.deque()
         self._stop = threading.Event()
+        # Set when the replicas are to finish what they have begun, and no more.
+        self.draining = threading.Event()
+        self._flushing, self._flushed = threading.Event(), threading.Event()
+        self._woken = threading.Event()
+        self._before: Any = None
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> "Watch":
         self._thread.start()
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            self._before = handler
+            signal.signal(signal.SIGTERM, self._terminate)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self._stop.set()
+        self._woken.set()
         self._thread.join(timeout=10)
         if kind is None:
             self._show(self.look({}))
+
+    def _terminate(self, *arguments: Any) -> None:
+        # Asked from the watch's own thread: this one may be in the middle of anything of Ray's.
+        self._flushing.set()
+        self._woken.set()
+        self._flushed.wait(FLUSH_S)
+        self._before(*arguments)
 
     def finished(self, chunk: int, tally: Tally) -> None:
         """A chunk's final tally."""
@@ -155,8 +216,18 @@ class Watch:
     def _run(self) -> None:
         import ray
 
-        while not self._stop.wait(REPORT_S):
+        while not self._stop.is_set():
+            self._woken.wait(_FLUSH_LOOK_S if self._flushing.is_set() else REPORT_S)
+            self._woken.clear()
+            if self._stop.is_set():
+                return
             try:
+                if self._flushing.is_set():
+                    if ray.get(self._scoreboard.flush.remote(), timeout=FLUSH_S):
+                        self._flushed.set()
+                    continue
+                if self.draining.is_set():
+                    self._scoreboard.drain.remote()
                 self._show(self.look(ray.get(self._scoreboard.read.remote(), timeout=5)))
             except Exception:  # progress must never fail a run; the next second tells
                 log.debug("no progress to tell", exc_info=True)
@@ -166,8 +237,8 @@ class Watch:
         now = time.monotonic()
         if reports and self._started is None:
             self._started, self._work_before = now, self._finished.work
-        self._num_replicas_up = len(reports) or self._num_replicas_up
-        progress = Progress(self._totals, num_replicas_up=self._num_replicas_up, work_before=self._work_before)
+        self.num_replicas_up = len(reports) or self.num_replicas_up
+        progress = Progress(self._totals, num_replicas_up=self.num_replicas_up, work_before=self._work_before)
         with self._lock:
             progress.done.add(self._finished)
             for report in reports.values():
@@ -203,12 +274,22 @@ class StatusFile:
         self._work = work
         self._run_id = run_id
         self._phase = ""
+        self._last: dict[str, Any] = {}
         self._began = time.time()
         self._written = 0.0
 
+    def __enter__(self) -> "StatusFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Say how the run ended, where it isn't published."""
+        if kind is not None:
+            words = " ".join(str(error).split()) or kind.__name__
+            self._write({**self._last, "ended": time.time(), "error": words})
+
     def phase(self, text: str) -> None:
         self._show.phase(text)
-        self._phase = text
+        self._phase, self._last = text, {}
         self._write({})
 
     def checked(self, num_rows: int) -> None:
@@ -222,9 +303,13 @@ class StatusFile:
             self._phase = "answering"
             self._write(describe(now))
 
+    def drains(self, draining: threading.Event) -> AbstractContextManager[None]:
+        return self._show.drains(draining)
+
     def _write(self, more: dict[str, Any]) -> None:
-        self._written = time.monotonic()
+        self._written, self._last = time.monotonic(), more
         said = {"run_id": self._run_id, "phase": self._phase, "began": self._began, "written": time.time(), **more}
+        log.info("%s", self._phase, extra=said)
         try:
             self._work.write((json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode(), "status.json")
         except Exception:  # a store that doesn't answer now costs this line alone
@@ -236,8 +321,7 @@ def read_status(output: Folder) -> dict[str, Any] | None:
     for run_id in reversed(output.join("_work").names()):
         work = output.join("_work", run_id)
         if "status.json" in work.names():
-            with work.open("status.json") as stream:
-                said: dict[str, Any] = json.load(stream)
+            said: dict[str, Any] = json.loads(work.read("status.json"))
             return said
     return None
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Any, cast
 
 import pyarrow as pa
+from fsspec.implementations.local import LocalFileOpener
 
 from pipelines.inputs import InputFile
 from pipelines.storage import explain, is_remote, open_store
@@ -260,6 +261,9 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 def _decompress(raw: IO[bytes]) -> IO[bytes]:
     """The stream unpacked, by what its first bytes say rather than by its name."""
+    if not isinstance(raw, LocalFileOpener):
+        # The files of an object store read lines of any length alone.
+        raw = cast("IO[bytes]", io.BufferedReader(cast("io.RawIOBase", raw), 1 << 20))
     magic = raw.read(4)
     raw.seek(0)
     if magic.startswith(_GZIP):

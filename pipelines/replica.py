@@ -20,18 +20,24 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from pipelines.engine import Engine
+from pipelines.meters import EngineMeters, RowMeters
 from pipelines.outcomes import conclude, gather, kept, missing, place_of, tally_of
 from pipelines.progress import NUM_NAMED, REPORT_S, ReplicaReport
+from pipelines.traces import Traces
 from schemas import tables
-from schemas.failures import EngineUnusable, Failure
+from schemas.failures import EngineUnusable, Failure, NotBegun, StorageFailed
 from schemas.requests import Answered, Failed, Request, Tally
 
 log = logging.getLogger("overnight.replica")
 
 # A finished row is durable after at most this long.
 STAGE_S = 5.0
+# A chunk that waits for answers looks up so often.
+WAIT_S = 1.0
 # So often the engine may die without an answer in between; then it isn't a request that kills it.
 MAX_DEATHS_IN_A_ROW = 5
+# How the engine is, is shown so often.
+_SHOW_S = 1.0
 # What was in the engine when it died so often is tried alone.
 _DEATHS_OF_A_SUSPECT = 2
 
@@ -65,15 +71,24 @@ class OpenWork:
         self._chunks: dict[int, Tally] = {}
         self._in_flight: dict[Future[Any], Sent] = {}
         self._finished_at = time.monotonic()
+        self._stagings: dict[int, Staging] = {}
         self.closed = threading.Event()
+        # Set when nothing more is to be begun.
+        self.draining = threading.Event()
 
-    def begin(self, chunk: int, done: Tally) -> None:
+    def begin(self, chunk: int, done: Tally, staging: "Staging | None" = None) -> None:
         with self._lock:
             self._chunks[chunk] = done
+            if staging is not None:
+                self._stagings[chunk] = staging
 
     def submitted(self, future: "Future[Any]", sent: Sent) -> None:
         with self._lock:
             self._in_flight[future] = sent
+
+    def left(self, future: "Future[Any]") -> None:
+        with self._lock:
+            del self._in_flight[future]
 
     def finished(self, chunk: int, future: "Future[Any]", tally: Tally) -> None:
         with self._lock:
@@ -83,6 +98,7 @@ class OpenWork:
 
     def end(self, chunk: int) -> Tally:
         with self._lock:
+            self._stagings.pop(chunk, None)
             return self._chunks.pop(chunk)
 
     def report(self) -> ReplicaReport:
@@ -98,8 +114,30 @@ class OpenWork:
             )
 
     def keep_reporting(self, name: str, scoreboard: Any) -> None:
+        import ray
+
+        has_flushed = False
         while not self.closed.wait(REPORT_S):
-            scoreboard.report.remote(name, self.report())
+            try:
+                orders = ray.get(scoreboard.report.remote(name, self.report()))
+                if orders.is_draining:
+                    self.draining.set()
+                if orders.is_flushing and not has_flushed:
+                    has_flushed = True
+                    self._flush()
+                    scoreboard.flushed.remote(name)
+            except ray.exceptions.RayError:  # the run goes on without being seen
+                log.warning("nobody takes this replica's reports", exc_info=True)
+                return
+
+    def _flush(self) -> None:
+        with self._lock:
+            stagings = list(self._stagings.values())
+        for staging in stagings:
+            try:
+                staging.stage_now()
+            except StorageFailed:  # the chunk's own thread meets it, too, and says so
+                log.warning("what is finished can't be staged now", exc_info=True)
 
 
 class Staging:
@@ -112,6 +150,8 @@ class Staging:
         self._sequence = 0
         self._outcomes: list[dict[str, Any]] = []
         self._staged_at = time.monotonic()
+        # The chunk's thread adds and stages; that of the reports stages, too, when the run is stopped.
+        self._lock = threading.Lock()
         # Those of earlier attempts, and then its own.
         self.parts = list(parts)
 
@@ -119,21 +159,23 @@ class Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put()
+        self.stage_now()
 
     def add(self, outcomes: list[dict[str, Any]]) -> None:
-        self._outcomes += outcomes
+        with self._lock:
+            self._outcomes += outcomes
 
     def stage_what_is_due(self) -> None:
         if time.monotonic() - self._staged_at >= STAGE_S:
-            self._put()
+            self.stage_now()
 
-    def _put(self) -> None:
-        if self._outcomes:
-            table = pa.Table.from_pylist(self._outcomes, schema=tables.OUTCOMES)
-            self.parts.append(self._stage.put(self._chunk, self._attempt, self._sequence, table))
-            self._sequence += 1
-        self._outcomes, self._staged_at = [], time.monotonic()
+    def stage_now(self) -> None:
+        with self._lock:
+            if self._outcomes:
+                table = pa.Table.from_pylist(self._outcomes, schema=tables.OUTCOMES)
+                self.parts.append(self._stage.put(self._chunk, self._attempt, self._sequence, table))
+                self._sequence += 1
+            self._outcomes, self._staged_at = [], time.monotonic()
 
 
 _SMALLEST = Request("check", "/v1/completions", '{"prompt": [0], "max_tokens": 1, "temperature": 0}')
@@ -194,6 +236,53 @@ class Gate:
                 self._changed.notify_all()
 
 
+class Witness:
+    """Tells whoever watches the cluster what becomes of a run's rows: metrics, spans, and the log; never a prompt."""
+
+    def __init__(self, run_id: str, replica: str) -> None:
+        self._about = {"run_id": run_id, "replica": replica}
+        self._rows, self._engine, self._traces = RowMeters(), EngineMeters(), Traces()
+        self._shown_at = 0.0
+
+    def tell(self, outcomes: list[dict[str, Any]], event: Answered | Failed, sent_s: float, attempt: int) -> None:
+        """One request's rows are done; `sent_s`: so long ago it was handed to the engine."""
+        for row in outcomes:
+            # Not the event's: an answer may have turned out to be one that no table can hold.
+            why = row.get("reason")
+            self._rows.rows.inc(1, {"outcome": why or "answered"})
+            if why is not None:
+                named = {"row": place_of(row), "row_id": row["id"], "reason": why, "attempt": attempt}
+                log.info("row failed", extra={**self._about, **named})
+        self._rows.total.observe(sent_s)
+        usage = event.usage if isinstance(event, Answered) else {}
+        self._rows.tokens.count(usage)
+        first = outcomes[0]
+        self._traces.record(
+            first["endpoint"],
+            event.timing if isinstance(event, Answered) else event.failure,
+            time.time() - (event.timing.total_ms / 1000 if isinstance(event, Answered) else sent_s),
+            usage,
+            {
+                "overnight.run_id": self._about["run_id"],
+                "overnight.row": place_of(first),
+                "overnight.row_id": first["id"],
+                "overnight.attempt": attempt,
+            },
+        )
+
+    def show(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if now - self._shown_at >= _SHOW_S:
+            self._shown_at = now
+            self._engine.show(engine.state)
+
+    def warn(self, message: str, **named: Any) -> None:
+        log.warning(message, extra={**self._about, **named})
+
+    def close(self) -> None:
+        self._traces.close()
+
+
 class Replica:
     """See above. A callable class, as Ray Data takes it."""
 
@@ -203,12 +292,14 @@ class Replica:
         read_chunk: Callable[[dict[str, Any]], pa.Table],
         stage: Stage,
         scoreboard: Any,
+        run_id: str,
         retries_errors: bool = False,
     ) -> None:
         import ray
 
         self._retries_errors = retries_errors
         self._name = (ray.get_runtime_context().get_actor_id() or "local")[:12]
+        self._witness = Witness(run_id, self._name)
         self._read_chunk = read_chunk
         self._stage = stage
         self._open = OpenWork()
@@ -241,21 +332,28 @@ class Replica:
         number = chunk["number"]
         attempt, parts, staged = self._stage.begin(number)
         staged = kept(staged, self._retries_errors)
-        self._open.begin(number, tally_of(staged))
+        staging = Staging(self._stage, number, attempt, parts)
+        self._open.begin(number, tally_of(staged), staging)
         started = time.time()
-        asked = gather(missing(self._read_chunk(chunk), staged))
+        asked = [] if self._open.draining.is_set() else gather(missing(self._read_chunk(chunk), staged))
         new = Tally()
-        with Staging(self._stage, number, attempt, parts) as staging:
+        with staging:
             done: SimpleQueue[Future[Any]] = SimpleQueue()
             sent = dict(self._submit(rows, done) for rows in asked)
             suspects: list[Sent] = []
             while sent or suspects:
-                if not sent:
+                if self._open.draining.is_set():
+                    self._engine.drain()
+                    suspects = []
+                if not sent and suspects:
                     tried, sent[tried] = self._submit_alone(suspects.pop(), done)
                 # Those first that are whole: what follows may end it all.
-                taken = take_all(done, timeout_s=STAGE_S)
+                taken = take_all(done, timeout_s=WAIT_S) if sent else []
                 for future in sorted(taken, key=lambda future: future.exception() is not None):
                     made = sent.pop(future)
+                    if self._is_left(future):
+                        self._open.left(future)
+                        continue
                     outcomes, again, tally = self._conclude(future, made, attempt)
                     staging.add(outcomes)
                     new.add(tally)
@@ -265,6 +363,7 @@ class Replica:
                     elif again is not None:
                         renewed, sent[renewed] = self._submit(again.rows, done, again.num_deaths)
                 staging.stage_what_is_due()
+                self._witness.show(self._engine)
         return {
             "number": [number],
             "parts": [staging.parts],
@@ -273,6 +372,11 @@ class Replica:
             "started": [started],
             "ended": [time.time()],
         }
+
+    def _is_left(self, future: "Future[Any]") -> bool:
+        """Whether what a request asks for is left for another run."""
+        error = future.exception()
+        return isinstance(error, NotBegun) or (isinstance(error, EngineUnusable) and self._open.draining.is_set())
 
     def _submit(
         self, rows: list[dict[str, Any]], done: "SimpleQueue[Future[Any]]", num_deaths: int = 0
@@ -319,7 +423,8 @@ class Replica:
             self._restart_engine(sent.num_restarts, error)
             if sent.num_deaths < _DEATHS_OF_A_SUSPECT:
                 return [], replace(sent, num_deaths=sent.num_deaths + 1), Tally()
-            log.warning("%s is given up: the engine died with it alone", place_of(sent.rows[0]))
+            place = place_of(sent.rows[0])
+            self._witness.warn(f"{place} is given up: the engine died with it alone", row=place)
             event = Failed(_KILLER)
         # What failed for no fault of its own says nothing about the rows that ask for the same.
         is_shared = isinstance(event, Answered) or event.failure.status_code < 500 or event.failure is _KILLER
@@ -329,6 +434,7 @@ class Replica:
             outcome, tally = conclude(row, event, self._name, attempt)
             outcomes.append(outcome)
             total.add(tally)
+        self._witness.tell(outcomes, event, time.monotonic() - sent.at, attempt)
         if not left:
             return outcomes, None, total
         # The next of them is the one that is asked now.
@@ -340,6 +446,8 @@ class Replica:
             num_restarts = self._num_restarts
             try:
                 self._engine.submit(_SMALLEST, lane="batch").result()
+            except NotBegun:
+                return
             except EngineUnusable as error:
                 self._restart_engine(num_restarts, error)
             else:
@@ -355,7 +463,7 @@ class Replica:
             self._num_deaths_in_a_row += 1
             if self._num_deaths_in_a_row >= MAX_DEATHS_IN_A_ROW:
                 raise error
-            log.warning("%s; starting it again", error.reason)
+            self._witness.warn(f"{error.reason}; starting it again")
             self._engine.restart()
             self._num_restarts += 1
 
@@ -364,3 +472,4 @@ class Replica:
         if hasattr(self, "_engine"):
             self._open.closed.set()
             self._engine.close()
+            self._witness.close()

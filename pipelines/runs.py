@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from pipelines.inputs import InputFile
 from pipelines.storage import Folder
+from schemas import tables
 from schemas.limits import ModelLimits
 from schemas.plans import Chunk, Plan, Totals
 from schemas.requests import Tally
@@ -53,6 +54,7 @@ def recipe(
     judged_by.pop("chat_template")
     judged_by["allowed"] = sorted(limits.allowed)
     made = {
+        "version": tables.VERSION,
         "inputs": {file.name: f"{file.size_bytes} {file.version}" for file in files},
         "model": dict(identities),
         "settings": {name: getattr(settings, name) for name in _SETTINGS},
@@ -64,7 +66,7 @@ def recipe(
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In words, how a new recipe differs from an old one; none where it doesn't."""
-    words = []
+    words = ["another version made it"] if old.get("version") != new["version"] else []
     for name in sorted(old["inputs"].keys() | new["inputs"].keys()):
         if name not in new["inputs"]:
             words.append(f"{name} is gone")
@@ -97,8 +99,7 @@ def find_unfinished(output: Folder) -> Unfinished | None:
     for run_id in reversed(output.join("_work").names()):
         work = output.join("_work", run_id)
         if {_PLAN, _CHUNKS, _RECIPE} <= set(work.names()):
-            with work.open(_RECIPE) as stream:
-                return Unfinished(run_id, work, json.load(stream))
+            return Unfinished(run_id, work, json.loads(work.read(_RECIPE)))
     return None
 
 
@@ -106,16 +107,15 @@ def save_plan(work: Folder, plan: Plan) -> None:
     rows = [asdict(chunk) for chunk in plan.chunks]
     with work.create(_CHUNKS) as stream:
         pq.write_table(pa.Table.from_pylist(rows, schema=_CHUNK_SCHEMA), stream, compression="zstd")
-    told = {"totals": asdict(plan.totals), "validated": asdict(plan.validated), "rejections": plan.rejections}
+    told = {"totals": asdict(plan.totals), "settled": asdict(plan.settled), "parts": plan.settled_parts}
     work.write(json.dumps(told, indent=2).encode(), _PLAN)
 
 
 def load_plan(work: Folder) -> Plan:
-    with work.open(_PLAN) as stream:
-        told = json.load(stream)
+    told = json.loads(work.read(_PLAN))
     with work.open(_CHUNKS) as stream:
         chunks = tuple(Chunk(**row) for row in pq.read_table(stream).to_pylist())
-    return Plan(chunks, Totals(**told["totals"]), Tally(**told["validated"]), tuple(told["rejections"]))
+    return Plan(chunks, Totals(**told["totals"]), Tally(**told["settled"]), tuple(told["parts"]))
 
 
 def remove_others(output: Folder, kept: Folder) -> None:

@@ -14,14 +14,24 @@ from typing import IO, Any
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from schemas.failures import UsageError
+from schemas.failures import StorageFailed, UsageError
 
 log = logging.getLogger("overnight.storage")
+
+# How S3 is asked, where the environment doesn't say otherwise: throttled and broken requests are sent again by
+# botocore, with growing delays of at most 20 s and jitter.
+_RETRIES = {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "8"}
+_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}
+# Whose exceptions a store's answers come as, beside OSError.
+_STORE_LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "urllib3"}
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder on disk or in an object store. Picklable; opens its store where it is used."""
+    """A folder on disk or in an object store. Picklable; opens its store where it is used.
+
+    Its methods raise StorageFailed where the store fails; `open`, FileNotFoundError for what isn't there.
+    """
 
     # Absolute, so that it is the same place in every process, whatever that one's current folder.
     uri: str
@@ -53,41 +63,44 @@ class Folder:
     def names(self) -> list[str]:
         """Names of what the folder holds directly, sorted; none where there is no such folder."""
         fs, root = self._store
-        fs.invalidate_cache()
-        if not fs.isdir(root):
-            return []
-        return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
+        with self.telling("listed"):
+            if not fs.isdir(root):
+                return []
+            return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
 
     def is_folder(self) -> bool:
         fs, root = self._store
-        return bool(fs.isdir(root))
+        with self.telling("listed"):
+            return bool(fs.isdir(root))
 
     def remove(self) -> None:
+        """Remove the folder and all below it, if it is there."""
         fs, root = self._store
-        if fs.exists(root):
+        with self.telling("removed"), contextlib.suppress(FileNotFoundError):
             fs.rm(root, recursive=True)
 
-    def open(self, *parts: str) -> IO[bytes]:
+    @contextmanager
+    def open(self, *parts: str) -> Iterator[IO[bytes]]:
+        """Read a file."""
         fs, root = self._store
-        stream: IO[bytes] = fs.open(_join(root, *parts), "rb")
-        return stream
+        with self.telling("read", *parts), fs.open(_join(root, *parts), "rb") as stream:
+            yield stream
+
+    def read(self, *parts: str) -> bytes:
+        """All of a small file."""
+        with self.open(*parts) as stream:
+            return stream.read()
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
         """Write a file that appears under its name only when the block ends without an exception."""
         fs, root = self._store
-        if self.is_local:
-            with _create_local(Path(_join(root, *parts))) as stream:
-                yield stream
-            return
-        stream = fs.open(_join(root, *parts), "wb", autocommit=False)
-        try:
+        path = _join(root, *parts)
+        with (
+            self.telling("written", *parts),
+            _create_local(Path(path)) if self.is_local else _upload(fs, path) as stream,
+        ):
             yield stream
-            stream.close()
-        except BaseException:
-            stream.discard()
-            raise
-        stream.commit()
 
     def write(self, data: bytes, *parts: str) -> None:
         with self.create(*parts) as stream:
@@ -100,24 +113,25 @@ class Folder:
         they can, which is logged.
         """
         fs, root = self._store
-        if self.is_local:
-            return _create_local_once(Path(_join(root, name)), data)
-        fs.invalidate_cache()
-        if fs.exists(_join(root, name)):
-            return False
-        try:
-            fs.pipe_file(_join(root, name), data, mode="create")
-        except FileExistsError:
-            return False
-        except (NotImplementedError, TypeError):  # what fsspec's stores say that know no such mode
-            log.warning("%s has no conditional write: two runs that begin at once are not told apart", self.typed)
-            fs.pipe_file(_join(root, name), data)
-        return True
+        path = _join(root, name)
+        with self.telling("written", name):
+            if self.is_local:
+                return _create_local_once(Path(path), data)
+            if fs.exists(path):
+                return False
+            try:
+                fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            except (NotImplementedError, TypeError):  # what fsspec's stores say that know no such mode
+                log.warning("%s has no conditional write: two runs that begin at once are not told apart", self.typed)
+                fs.pipe_file(path, data)
+            return True
 
     def remove_file(self, name: str) -> None:
         """Remove a file that may be there."""
         fs, root = self._store
-        with contextlib.suppress(FileNotFoundError):
+        with self.telling("removed", name), contextlib.suppress(FileNotFoundError):
             fs.rm_file(_join(root, name))
 
     def check_writable(self) -> None:
@@ -125,14 +139,39 @@ class Folder:
         name = f".probe-{uuid.uuid4().hex}"
         try:
             self.write(b"overnight", name)
-            fs, root = self._store
-            fs.rm(_join(root, name))
-        except UsageError:
-            raise
-        except Exception as error:
+            self.remove_file(name)
+        except StorageFailed as error:
             raise UsageError(
                 f"{self.show()}: can't be written to ({explain(error)}). Give an --output folder that can"
             ) from error
+
+    @contextmanager
+    def telling(self, done: str, *parts: str) -> Iterator[None]:
+        """Raise StorageFailed for what a store's library raises in the block; its words say what can't be `done` with
+        the file."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and done == "read":
+                raise
+            library = type(error).__module__.partition(".")[0]
+            if not isinstance(error, OSError) and library not in _STORE_LIBRARIES:
+                raise
+            raise StorageFailed(f"{self.show(*parts)}: can't be {done} ({explain(error)})") from error
+
+
+@contextmanager
+def _upload(fs: Any, path: str) -> Iterator[IO[bytes]]:
+    stream = fs.open(path, "wb")
+    try:
+        yield stream
+    except BaseException:
+        # What it holds by now may appear neither here nor when it is collected.
+        stream.closed = True
+        with contextlib.suppress(Exception):  # it may be the store itself that fails
+            stream.discard()
+        raise
+    stream.close()
 
 
 @contextmanager
@@ -183,8 +222,14 @@ def open_store(uri: str) -> tuple[Any, str]:
     if not is_remote(uri):
         # Not through fsspec's own reading of it, which takes `::` in a file's name for a chain of stores.
         return LocalFileSystem(), absolute(uri)
+    options: dict[str, Any] = {}
+    if uri.startswith(("s3://", "s3a://")):
+        for name, value in _RETRIES.items():
+            os.environ.setdefault(name, value)
+        options = _S3
     try:
-        fs, path = fsspec.core.url_to_fs(uri)
+        # Others write there, too: what was seen a moment ago may be another by now.
+        fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, **options)
     except Exception as error:
         raise UsageError(f"{uri}: can't be reached ({explain(error)})") from error
     return fs, str(path)
@@ -192,6 +237,8 @@ def open_store(uri: str) -> tuple[Any, str]:
 
 def explain(error: BaseException) -> str:
     """What a store's exception says, on one line."""
+    if isinstance(error, StorageFailed) and error.__cause__ is not None:
+        return explain(error.__cause__)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     text = " ".join(str(error).split())

@@ -15,6 +15,7 @@ from pipelines.checks import Checks
 from pipelines.tokens import Prompt
 from schemas import tables
 from schemas.contract import known_fields, parse_strict
+from schemas.dialects import to_engine
 from schemas.failures import Failure
 from schemas.fingerprint import fingerprint, is_deterministic
 from schemas.requests import Endpoint
@@ -71,18 +72,19 @@ class Validator:
         }
 
     def _expected(self, body: dict[str, Any], endpoint: Endpoint, prompt: Prompt) -> dict[str, Any]:
-        """What the plan needs to know of a request."""
-        identity = self.identities.get(body.get("model") or "") or self.identities.get("", "")
-        longest = max_tokens_of(body, endpoint)
+        """What the plan needs to know of a request: of what it means, in whichever words it says it."""
+        asked = to_engine(body, endpoint, self.checks.limits)
+        identity = self.identities.get(asked.get("model") or "") or self.identities.get("", "")
+        longest = max_tokens_of(asked, endpoint)
         if longest is None:
             longest = _UNBOUNDED_ANSWER
         return {
-            "fingerprint": fingerprint(body, endpoint, identity),
-            "is_deterministic": is_deterministic(body),
-            "priority": int(body.get("priority") or 0),
+            "fingerprint": fingerprint(asked, endpoint, identity),
+            "is_deterministic": is_deterministic(asked),
+            "priority": int(asked.get("priority") or 0),
             "path": prompt.path,
             "num_prompt_tokens": prompt.num_tokens,
-            "num_output_tokens": longest * int(body.get("n") or 1) * prompt.num_prompts,
+            "num_output_tokens": longest * int(asked.get("n") or 1) * prompt.num_prompts,
             "longest_answer": longest,
         }
 

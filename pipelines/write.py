@@ -5,6 +5,7 @@ OUT/manifest.json        the newest run's manifest, swapped last: readers start 
 OUT/_work/<run id>/      spool, rejections and staged parts; removed after publishing unless kept
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +21,11 @@ import pyarrow.parquet as pq
 
 from pipelines.storage import Folder
 from schemas import tables
-from schemas.failures import UsageError
+from schemas.failures import StorageFailed, UsageError
 
 PART_BYTES = 256 << 20
 ROW_GROUP_BYTES = 32 << 20
-_OWN_NAMES = {"runs", "_work", "manifest.json"}
+_OWN_NAMES = {"runs", "_work", "manifest.json", "summary.json"}
 # Staged parts that are read together.
 _PARTS_AT_ONCE = 64
 # What staged rows are sorted by: place in the input, and attempt.
@@ -36,12 +37,16 @@ _MOST_LINES = 1 << 40
 def check_output(output: Folder) -> None:
     """Raises UsageError where the folder can't be written to, or holds what isn't ours."""
     output.check_writable()
-    names = [name for name in output.names() if not name.startswith(".")]
-    if foreign := sorted(set(names) - _OWN_NAMES):
+    if foreign := foreign_names(output):
         raise UsageError(
             f"{output.show()}: holds {foreign[0]}, which isn't of a run. Give an --output folder that is new, "
             "empty, or of earlier runs"
         )
+
+
+def foreign_names(output: Folder) -> list[str]:
+    """What a folder holds that isn't of a run."""
+    return sorted({name for name in output.names() if not name.startswith(".")} - _OWN_NAMES)
 
 
 @dataclass(frozen=True)
@@ -197,8 +202,7 @@ def read_manifest(output: Folder) -> dict[str, Any] | None:
     """The newest published run's manifest; None where there is none."""
     if "manifest.json" not in output.names():
         return None
-    with output.open("manifest.json") as stream:
-        manifest: dict[str, Any] = json.load(stream)
+    manifest: dict[str, Any] = json.loads(output.read("manifest.json"))
     return manifest
 
 
@@ -256,6 +260,7 @@ class _PartWriter:
     """One Parquet file on its way; knows its size and checksum when it is finished."""
 
     def __init__(self, run: Folder, table: str, name: str, schema: pa.Schema) -> None:
+        self._run = run
         self._path = f"{table}/{name}"
         self._num_rows = 0
         self._stack = ExitStack()
@@ -267,12 +272,14 @@ class _PartWriter:
         return self._sink.size_bytes
 
     def write(self, rows: pa.Table) -> None:
-        self._writer.write_table(rows, row_group_size=max(1, rows.num_rows))
+        with self._run.telling("written", self._path):
+            self._writer.write_table(rows, row_group_size=max(1, rows.num_rows))
         self._num_rows += rows.num_rows
 
     def finish(self) -> dict[str, Any]:
-        self._writer.close()
-        self._stack.close()
+        with self._run.telling("written", self._path):
+            self._writer.close()
+            self._stack.close()
         return {
             "path": self._path,
             "rows": self._num_rows,
@@ -281,7 +288,9 @@ class _PartWriter:
         }
 
     def abandon(self) -> None:
-        self._writer.close()
+        # It may be the store that fails.
+        with contextlib.suppress(StorageFailed), self._run.telling("written", self._path):
+            self._writer.close()
         error = RuntimeError("abandoned")
         self._stack.__exit__(RuntimeError, error, None)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from schemas.dialects import GUIDED
 from schemas.failures import Failure
 from schemas.limits import MAX_BIASED, MAX_PENALISED
 from schemas.requests import Endpoint
@@ -19,6 +20,7 @@ _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "min_p": ("a search draws nothing", (0,)),
     "structured_outputs": ("a search doesn't keep to a grammar", ()),
     "response_format": ("a search doesn't keep to a grammar", ({"type": "text"},)),
+    **dict.fromkeys(GUIDED, ("a search doesn't keep to a grammar", ())),
     "logprob_token_ids": ("a search looks at the likeliest tokens", ([],)),
     "repetition_detection": ("a search doesn't end a beam for what it repeats", ()),
     "prompt_embeds": ("a search goes on from tokens", ([], "")),

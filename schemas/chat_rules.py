@@ -6,6 +6,7 @@ from typing import Any
 import jiter
 
 from schemas.beam_rules import beam_search
+from schemas.dialects import GUIDED
 from schemas.failures import Failure
 from schemas.rules import (
     COMMON,
@@ -30,7 +31,6 @@ _MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "image_embeds", 
 _PLAIN_ROLES = ("user", "assistant", "system", "developer")
 # Keys of an assistant's message that no template here is given.
 _LOST = {
-    "function_call": "write it as tool_calls",
     "refusal": "write it as the content",
     "audio": "write its transcript as the content",
 }
@@ -54,10 +54,29 @@ def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failu
     for name, advice in _LOST.items():
         if message.get(name) is not None:
             yield refuse("unsupported_field", f"{path}.{name}", f"the model would never see it; {advice}")
-    if message.get("role") == "function":
-        yield refuse("retired_field", f"{path}.role", "found 'function'; write it as a tool message with tool_call_id")
-    if message.get("tool_calls") or message.get("role") == "tool":
+    yield from check_calls(path, message, judge)
+    content = message.get("content")
+    if content is None and not message.get("tool_calls") and not message.get("function_call"):
+        yield refuse("empty_prompt", f"{path}.content", "found no content, expected text")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            kind = next((name for name in _MEDIA if isinstance(part, dict) and name in part), None)
+            if kind is not None:
+                where = f"{path}.content[{index}].{kind}"
+                yield refuse("media_unsupported", where, "the model takes text alone. Leave the part out")
+
+
+def check_calls(path: str, message: Mapping[str, Any], judge: Judge) -> Iterator[Failure]:
+    """What is wrong with a message's calls of tools, or with its being a tool's answer."""
+    if message.get("tool_calls") or message.get("function_call") or message.get("role") in ("tool", "function"):
         yield from _needs_tools(path, judge)
+    if (former := message.get("function_call")) is not None:
+        if message.get("role") != "assistant":
+            words = "the model would never see it; an assistant makes calls"
+            yield refuse("unsupported_field", f"{path}.function_call", words)
+        elif not _is_object(former["arguments"]):
+            where = f"{path}.function_call.arguments"
+            yield refuse("bad_tools", where, f"found {show(former['arguments'])}, expected a JSON object")
     if message.get("tool_calls") and message.get("role") != "assistant":
         # Nor has the schema looked at them.
         yield refuse(
@@ -69,15 +88,6 @@ def _message(path: str, message: dict[str, Any], judge: Judge) -> Iterator[Failu
         elif not _is_object(call["function"]["arguments"]):
             where = f"{path}.tool_calls[{index}].function.arguments"
             yield refuse("bad_tools", where, f"found {show(call['function']['arguments'])}, expected a JSON object")
-    content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        yield refuse("empty_prompt", f"{path}.content", "found no content, expected text")
-    if isinstance(content, list):
-        for index, part in enumerate(content):
-            kind = next((name for name in _MEDIA if isinstance(part, dict) and name in part), None)
-            if kind is not None:
-                where = f"{path}.content[{index}].{kind}"
-                yield refuse("media_unsupported", where, "the model takes text alone. Leave the part out")
 
 
 def _is_object(text: str) -> bool:
@@ -93,7 +103,8 @@ def _needs_tools(path: str, judge: Judge) -> Iterator[Failure]:
         yield refuse("tools_unsupported", path, message)
 
 
-def _tools(field: str, value: list[dict[str, Any]], body: Body, judge: Judge) -> Failure | None:
+def check_tools(field: str, value: list[dict[str, Any]], body: Body, judge: Judge) -> Failure | None:
+    """Whether the model can be offered tools, and is known to ask for them in the way that the body wants."""
     if not value:
         return refuse("bad_tools", field, "found an empty list. Leave it out")
     if body.get("tool_choice") == "none":
@@ -153,6 +164,30 @@ def _structured_outputs(field: str, value: Any, body: Body, judge: Judge) -> Fai
     return check_structured_outputs(field, value, body, judge)
 
 
+def _guided(field: str, value: Any, body: Body, judge: Judge) -> Failure | None:
+    """A constraint by its former name; one of all that a body may have, by either name."""
+    form = body.get("response_format") or {}
+    others = [name for name in (*GUIDED, "structured_outputs") if name != field and body.get(name) is not None]
+    others += ["response_format"] if form.get("type", "text") != "text" else []
+    if others:
+        found = f"found beside {others[0]}; a request has one constraint of its answer's form"
+        return refuse("bad_constraint", field, found)
+    if value in ("", []) and field != "guided_regex":
+        return refuse("bad_constraint", field, f"found {value!r}, which says nothing. Leave it out")
+    return None
+
+
+def _whitespace(field: str, value: str, body: Body, judge: Judge) -> Failure | None:
+    return refuse("unsupported_field", field, "the engine's grammars know no pattern of whitespace. Leave it out")
+
+
+def _backend(field: str, value: str, body: Body, judge: Judge) -> Failure | None:
+    """Any but ours asks for another grammar's rules."""
+    if value in ("auto", "xgrammar"):
+        return None
+    return refuse("unsupported_field", field, f"found {show(value)}, and this engine has xgrammar. Leave it out")
+
+
 CHAT: Mapping[str, Rule] = {
     **COMMON,
     "messages": _messages,
@@ -162,11 +197,15 @@ CHAT: Mapping[str, Rule] = {
     "use_beam_search": beam_search("/v1/chat/completions"),
     "structured_outputs": _structured_outputs,
     "top_logprobs": check_logprobs,
-    "tools": _tools,
+    "tools": check_tools,
     "tool_choice": _tool_choice,
     "documents": _documents,
     "continue_final_message": _continue,
     "timeout_sec": number(above=0),
+    **dict.fromkeys(GUIDED, _guided),
+    "guided_whitespace_pattern": _whitespace,
+    "guided_decoding_backend": _backend,
+    "guided_meta": unsupported("no grammar here takes it"),
     "chat_template": feature("chat_template", "a template runs as a program on the server"),
     "chat_template_kwargs": _template_arguments,
     "mm_processor_kwargs": unsupported("the model takes text alone"),

@@ -7,24 +7,34 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import jiter
 import jsonschema_rs
 
 from schemas.chat_rules import CHAT
 from schemas.completion_rules import COMPLETION
+from schemas.dialects import EXTERNAL_CHAT, EXTERNAL_DEFAULTS, LEGACY, LEGACY_STREAM
 from schemas.failures import Failure
+from schemas.legacy_rules import LEGACY_CHAT
 from schemas.requests import Endpoint
 from schemas.rules import MAX_PATH, Judge, Rule, plain, refuse
 
 SCHEMA_FILES: dict[Endpoint, str] = {
     "/v1/completions": "completion_request.schema.json",
     "/v1/chat/completions": "chat_completion_request.schema.json",
-    "/external/api/inference": "legacy_chat_request.schema.json",
+    EXTERNAL_CHAT: "chat_completion_request.schema.json",
+    LEGACY: "legacy_chat_request.schema.json",
+    LEGACY_STREAM: "legacy_chat_request.schema.json",
 }
 
-RULES: Mapping[Endpoint, Mapping[str, Rule]] = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+RULES: Mapping[Endpoint, Mapping[str, Rule]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    EXTERNAL_CHAT: CHAT,
+    LEGACY: LEGACY_CHAT,
+    LEGACY_STREAM: LEGACY_CHAT,
+}
 
 _FOUND_LENGTH = 60
 # Of each alternative of a schema, so many faults are looked for, to see which came furthest.
@@ -32,10 +42,16 @@ _COMPARED_FAULTS = 8
 # Of JSON's types; numbers have more to them.
 _PYTHON_TYPES = {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}
 _LENIENT = Judge()
+# To whoever wrote a line of a file or a body: when it breaks off, and when it isn't UTF-8.
+_ADVICE = {
+    "line": ("; an object must stand on one line, whole", "; save the file as UTF-8"),
+    "body": ("", "; send UTF-8"),
+}
 
 
-def parse_strict(text: bytes) -> Any | Failure:
-    """The value that one JSON text holds, or a Failure (400, `invalid_json`) that gives the column.
+def parse_strict(text: bytes, noun: Literal["line", "body"] = "line") -> Any | Failure:
+    """The value that one JSON text holds, or a Failure (400, `invalid_json`) that gives the column. `noun`: what the
+    text is, to whoever wrote it.
 
     Stricter than Python's json: no duplicate key, no NaN or infinity (nor a number that overflows to one), no invalid
     UTF-8, no lone surrogate, no nesting that exhausts the stack. Integers of any size stay exact.
@@ -43,10 +59,10 @@ def parse_strict(text: bytes) -> Any | Failure:
     try:
         value = jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
-        return Failure(400, "invalid_json", _explain_parse_error(text, str(error)))
+        return Failure(400, "invalid_json", _explain_parse_error(text, str(error), noun))
     if (steps := _overflowed([value])) is not None:
         path = _show_path(reversed(steps[:-1]))
-        message = f"{path or 'the line'}: found a number beyond the range of a 64-bit float (about 1.8e308)"
+        message = f"{path or f'the {noun}'}: found a number beyond the range of a 64-bit float (about 1.8e308)"
         return Failure(400, "invalid_json", message, path or None)
     return value
 
@@ -69,10 +85,9 @@ def check_schema(body: Any, endpoint: Endpoint) -> Failure | None:
 
 
 def _broken_rule(body: dict[str, Any], endpoint: Endpoint, judge: Judge) -> Failure | None:
-    rules = RULES.get(endpoint)
-    if rules is None:
-        message = "found a legacy chat body; write its turns as the messages of a chat body"
-        return refuse("unsupported_endpoint", "context", message)
+    rules = RULES[endpoint]
+    if endpoint == EXTERNAL_CHAT:
+        body = {**body, **{name: value for name, value in EXTERNAL_DEFAULTS.items() if body.get(name) is None}}
     for field, value in body.items():
         rule = rules.get(field)
         if rule is not None and value is not None and (failure := rule(field, value, body, judge)) is not None:
@@ -103,21 +118,24 @@ def _validator(endpoint: Endpoint) -> jsonschema_rs.Draft202012Validator:
 # --- explanations ---------------------------------------------------------------------------------------------------
 
 
-def _explain_parse_error(text: bytes, error: str) -> str:
-    what, _, column = error.partition(" at line 1 column ")
+def _explain_parse_error(text: bytes, error: str, noun: str) -> str:
+    what, is_placed, place = error.rpartition(" at line ")
+    what = what if is_placed else error
+    line, _, column = place.partition(" column ")
     if what == "trailing characters":
-        what = "found more after the end of the JSON value; a line holds one object alone"
+        what = f"found more after the end of the JSON value; a {noun} holds one object alone"
     elif what.startswith("EOF"):
-        what = "the line ends inside the JSON value; an object must stand on one line, whole"
+        what = f"the {noun} ends inside the JSON value" + _ADVICE[noun][0]
     elif what.startswith("Detected duplicate key"):
         what = f"found the key {plain(what.removeprefix('Detected duplicate key '))} twice; keep one"
     elif what == "invalid unicode code point":
-        what = "found bytes that are no UTF-8; save the file as UTF-8"
+        what = "found bytes that are no UTF-8" + _ADVICE[noun][1]
     elif what == "recursion limit exceeded":
         what = "found values nested too deep"
     elif text.lstrip()[:1] not in b"{[":
         what = f"found {_shorten(text.decode(errors='replace'))}, expected a JSON object"
-    return f"not valid JSON: {what}" + (f" (column {column})" if column else "")
+    where = f"column {column}" if line in ("", "1") else f"line {line}, column {column}"
+    return f"not valid JSON: {what}" + (f" ({where})" if column else "")
 
 
 def _overflowed(value: Any) -> list[str | int] | None:

@@ -7,9 +7,14 @@ from typing import Any
 
 ERROR_TYPES: Mapping[int, str] = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     500: "InternalServerError",
@@ -65,8 +70,27 @@ class Failure:
         return ["body", *(int(index) if index else name for index, name in steps)]
 
 
+@dataclass(frozen=True, slots=True)
+class Throttled(Failure):
+    """A caller asked too often, and may ask again after some seconds."""
+
+    retry_after_s: int = 1
+
+
 class UsageError(Exception):
     """The command can't be carried out as given. Its text is one line for a person: what, and what to do."""
+
+
+class InputMissing(UsageError):
+    """An input names nothing that is there."""
+
+
+class Busy(UsageError):
+    """Another run holds the lease on a folder. `holder` says which."""
+
+    def __init__(self, message: str, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 class EngineUnusable(Exception):
@@ -80,5 +104,24 @@ class EngineUnusable(Exception):
         self.reason = reason
 
 
+class NotBegun(Exception):
+    """The engine lets no more requests in, and this one hadn't begun: it is left for another time."""
+
+
+class Interrupted(Exception):
+    """A person has asked the run to end: what was in the engines is finished and kept, the rest is left."""
+
+
 class TooManyErrors(Exception):
     """More rows failed than the user allows: the run stops, what is finished is kept."""
+
+
+class StorageFailed(Exception):
+    """A disk or an object store doesn't take, or give, what a run needs; trying again later may help.
+
+    Its text is one line for a person: which file, and what the store says.
+    """
+
+
+class JobLost(Exception):
+    """A job of a cluster came to no end of its own, or nobody can tell any more. Its text is one line for a person."""

@@ -32,6 +32,8 @@ class ModelLimits:
     chat_template: str | None = None
     # How the model writes tool calls, by the engine's name of the parser.
     tool_parser: str | None = None
+    # How it sets its thoughts apart from its answer, likewise; None: it has none.
+    reasoning_parser: str | None = None
     allowed: frozenset[Feature] = frozenset()
     # The names of the adapters that requests may ask for.
     adapter_names: tuple[str, ...] = ()

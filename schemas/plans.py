@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import pyarrow as pa
+
 from schemas.requests import Tally
 
 
@@ -56,16 +58,27 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """Answers of an earlier run: staged parts (paths below the work folder), what they come to, and for which rows:
+    those that have one of these fingerprints (None: none)."""
+
+    parts: tuple[str, ...] = ()
+    tally: Tally = field(default_factory=Tally)
+    fingerprints: pa.Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a run is going to do, in the order in which it does it."""
 
     chunks: tuple[Chunk, ...] = ()
     totals: Totals = field(default_factory=Totals)
-    # What validation found: rows that failed, by reason, and fields that no schema knows, by name.
-    validated: Tally = field(default_factory=Tally)
-    # Staged parts that hold the rejected rows.
-    rejections: tuple[str, ...] = ()
+    # What needs no engine: rows that validation rejects, by reason, with the fields that no schema knows, by name; and
+    # answers that are carried over.
+    settled: Tally = field(default_factory=Tally)
+    # Staged parts that hold these rows.
+    settled_parts: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
-        return self.totals.num_rows + self.validated.num_failed
+        return self.totals.num_rows + self.settled.num_done

@@ -5,7 +5,13 @@ from typing import Any, Literal
 
 from schemas.failures import Failure
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/external/api/inference"]
+Endpoint = Literal[
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/external/api/inference/openai/v1/chat/completions",
+    "/external/api/inference",
+    "/external/api/inference/streaming",
+]
 Lane = Literal["batch", "online"]
 
 
@@ -28,15 +34,38 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a streamed answer. `data`: the JSON object of one server-sent event, as it goes out."""
+
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """The last event of a request whose answer was sent in chunks, and is whole. `usage`: as in an answer's body."""
+
+    usage: dict[str, Any]
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
-    """The last event of a request that was answered. `body` is the response, as the online door sends it."""
+    """The last event of a request that was answered. `body` is the response, as the online door sends it.
+
+    `original`: the engine's own answer, where `body` says it in the words of an API that leaves out what it cost.
+    """
 
     body: dict[str, Any]
     timing: Timing
+    original: dict[str, Any] | None = None
+
+    @property
+    def full(self) -> dict[str, Any]:
+        return self.body if self.original is None else self.original
 
     @property
     def usage(self) -> dict[str, Any]:
-        usage: dict[str, Any] = self.body.get("usage") or {}
+        usage: dict[str, Any] = self.full.get("usage") or {}
         return usage
 
 
@@ -47,7 +76,7 @@ class Failed:
     failure: Failure
 
 
-Event = Answered | Failed
+Event = Chunk | Streamed | Answered | Failed
 
 
 @dataclass(slots=True)
@@ -60,8 +89,10 @@ class Tally:
     num_faults: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    # Rows that were answered by an equal one's answer, and the tokens that nobody computed.
+    # Rows that were answered by an equal one's answer: of this run, or of an earlier one; and the tokens that nobody
+    # computed.
     num_deduplicated: int = 0
+    num_carried: int = 0
     deduplicated_tokens: int = 0
     deduplicated_prompt_tokens: int = 0
     # Prompt tokens that were found in the prefix cache.

@@ -26,7 +26,7 @@ URLS: Mapping[str, Endpoint] = {
     "/completions": "/v1/completions",
     "/v1/chat/completions": "/v1/chat/completions",
     "/chat/completions": "/v1/chat/completions",
-    "/external/api/inference/openai/v1/chat/completions": "/v1/chat/completions",
+    "/external/api/inference/openai/v1/chat/completions": "/external/api/inference/openai/v1/chat/completions",
     "/external/api/inference": "/external/api/inference",
 }
 # The field that tells a bare body's kind.

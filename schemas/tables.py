@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-VERSION = "1"
+VERSION = "3"
 # What `errors` keeps of a line.
 RAW_BYTES = 64 << 10
 # Rows pass between stages in blocks of about this size.
@@ -49,7 +49,7 @@ RESPONSES = _schema(
     ("response", pa.large_string(), "the response body, JSON, as the online API sends it"),
     ("text", _TEXTS, "the generated texts, by choice"),
     ("finish_reason", _TEXTS, "why each choice ended"),
-    ("created", pa.timestamp("ms", tz="UTC"), "when the response was made"),
+    ("created", pa.timestamp("ms", tz="UTC"), "when the engine took the row on, to the second"),
     ("extra?", pa.string(), "the caller's own columns, JSON"),
     ("fingerprint?", pa.string(), "hash of all that decides the answer; equal where requests ask for the same"),
 )
@@ -66,11 +66,16 @@ USAGE = _schema(
     ("cached_tokens?", pa.int64(), "prompt tokens found in the prefix cache"),
     ("search_tokens?", pa.int64(), "tokens that a beam search computed; null without one"),
     ("queue_ms?", pa.float64(), "milliseconds in the engine's queue"),
-    ("first_token_ms?", pa.float64(), "milliseconds from leaving the queue to the first token"),
+    ("first_token_ms?", pa.float64(), "milliseconds to the first token, the wait for a place included"),
     ("total_ms", pa.float64(), "milliseconds from entering the engine to the last token"),
     ("replica", pa.string(), "the engine that answered"),
     ("attempt", pa.int32(), "1, or more where the row was tried again"),
     ("is_deduplicated", pa.bool_(), "answered by an equal request's answer"),
+    (
+        "is_carried",
+        pa.bool_(),
+        "answered by an equal request's answer in an earlier run, which the other columns tell of",
+    ),
 )
 
 ERRORS = _schema(
@@ -87,7 +92,28 @@ ERRORS = _schema(
     ("message", pa.string(), "what was found, what was expected, what to do"),
     ("raw?", pa.binary(), "the line as it was read, cut to 64 KiB"),
     ("attempts", pa.int32(), "how many times it was tried; 0 before the engine"),
+    ("fingerprint?", pa.string(), "as in responses; null for what is no request"),
 )
+
+# Of a run with --changed, beside an earlier one: rows that are in one of them alone, or that aren't the same in both.
+CHANGES = _schema(
+    "changes",
+    ("kind", pa.string(), "new, gone, changed (another request), changed_answer (the same request, another outcome)"),
+    _ID,
+    ("source_file?", pa.string(), "the input file; null for what is gone"),
+    ("source_line?", pa.int64(), "physical line number, from 1; null for what is gone"),
+    ("fingerprint?", pa.string(), "as in responses; null for what is gone, or was no request"),
+    ("text?", _TEXTS, "the texts by choice, of one that calls tools its calls as JSON; null without an answer"),
+    ("finish_reason?", _TEXTS, "why each choice ended; null without an answer"),
+    ("reason?", pa.string(), "the reason in errors, where it failed"),
+    ("old_source_file?", pa.string(), "in the earlier run: the input file; null for what is new"),
+    ("old_source_line?", pa.int64(), "in the earlier run: physical line number"),
+    ("old_fingerprint?", pa.string(), "in the earlier run: fingerprint"),
+    ("old_text?", _TEXTS, "in the earlier run: the texts by choice"),
+    ("old_finish_reason?", _TEXTS, "in the earlier run: why each choice ended"),
+    ("old_reason?", pa.string(), "in the earlier run: the reason in errors"),
+)
+CHANGE_KINDS = ("new", "changed", "gone", "changed_answer")
 
 PUBLISHED = {"responses": RESPONSES, "usage": USAGE, "errors": ERRORS}
 
@@ -142,7 +168,21 @@ CHECKED = pa.schema(
         *FAULTS,
     ]
 )
-REJECTIONS = pa.schema([_INDEX, *ERRORS])
+REJECTIONS = pa.schema([_INDEX, *(field for field in ERRORS if field.name != "fingerprint")])
+
+# One row of a run for its difference with another: what it is known by there, what was asked, what came of it.
+SIDES = pa.schema(
+    [
+        pa.field("is_old", pa.bool_()),
+        pa.field("has_own_id", pa.bool_()),
+        # What brings rows of both runs together: the caller's id, else the request itself.
+        pa.field("key", pa.string()),
+        # Equal where the request is; and where key, request and outcome are.
+        pa.field("mark", pa.string()),
+        pa.field("sign", pa.string()),
+        *(CHANGES.field(name).with_nullable(True) for name in CHANGES.names[1:8]),
+    ]
+)
 
 # plan spools these, in the order in which they are to be answered.
 SPOOLED = pa.schema(
@@ -164,6 +204,15 @@ OUTCOMES = pa.schema(
         *FAULTS,
     ]
 )
+
+
+def as_outcomes(rows: pa.Table) -> pa.Table:
+    """A table's columns of OUTCOMES, in their order; those that it lacks are null, whatever OUTCOMES says."""
+    arrays = [
+        rows[field.name].cast(field.type) if field.name in rows.column_names else pa.nulls(rows.num_rows, field.type)
+        for field in OUTCOMES
+    ]
+    return pa.table(arrays, schema=pa.schema([field.with_nullable(True) for field in OUTCOMES]))
 
 
 def count_values(column: Any) -> dict[str, int]:

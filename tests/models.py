@@ -78,3 +78,40 @@ def write_adapter(
     adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(adapter | more))
     return folder
+
+
+# ChatML that tells of tools in the way of Hermes models, which vLLM's parser of that name reads.
+TOOL_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}To call a tool, write <tool_call>
+{"name": ..., "arguments": {...}}
+</tool_call>. The tools:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif not (tools and loop.first and message.role == 'system') %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def with_template(folder: Path, template: str = TOOL_TEMPLATE) -> Path:
+    """The embedded model with another chat template."""
+    folder.mkdir()
+    for file in Path(resolve(None).path).iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(template)
+    return folder

@@ -173,6 +173,7 @@ def test_a_request_that_names_an_adapter_is_answered_with_it(adapted):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_equal_prompts_side_by_side_keep_to_their_own_adapter(adapted):
     """Also where their prefixes are cached: an adapter's cache is its own."""
     names, prompt = ["smollm2-135m-instruct", "strong", "weak"], "word " * 100 + PROMPT
@@ -217,6 +218,7 @@ def test_a_name_that_nobody_has_is_a_404(adapted):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_an_adapter_that_the_engine_cannot_load_ends_its_start_in_one_line(tmp_path, model, own_core_claims):
     folder = write_adapter(tmp_path / "lora", Path(model.path), target_modules="all-linear", init_lora_weights="pissa")
     with pytest.raises(

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from pipelines.admission import OLDEST_EVERY, Admission, Ask
+from schemas.failures import NotBegun
 
 
 def ask(priority=0, *, lane="batch", sequences=1, prompt=(), max_tokens=1, kind=None, salt=""):
@@ -216,3 +217,22 @@ def test_room_is_never_overdrawn_and_everybody_gets_in(seed):
         assert admission.num_running == admission.num_waiting == 0 and peak[0] == 8
 
     asyncio.run(check())
+
+
+def test_a_closed_admission_lets_those_inside_finish_and_nobody_else_in():
+    async def run():
+        door = Door(Admission(1, 1000, 32))
+        await door.send("inside", ask())
+        await door.send("waiting", ask())
+        door.admission.close()
+        await settle()
+        await door.send("late", ask())
+        for name in ("waiting", "late"):
+            with pytest.raises(NotBegun):
+                await door.tasks[name]
+        assert door.entered == ["inside"] and door.admission.num_running == 1
+        await door.done("inside")
+        assert door.admission.num_running == 0 and door.admission.num_waiting == 0
+        await door.close()
+
+    asyncio.run(run())

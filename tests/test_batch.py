@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from pipelines.replica import Gate, Replica
 from schemas import tables
@@ -42,6 +43,7 @@ def test_each_line_becomes_one_row_in_input_order(tmp_path, score):
     assert run.summary.totals.reasons == {"asked_to_fail": 2, "invalid_json": 2}
 
 
+@pytest.mark.slow
 def test_requests_and_ids_come_out_as_they_went_in(tmp_path, score):
     texts = [
         '{"request_id": "2024-05-01", "prompt": "2024-01-01T00:00:00Z", "seed": 9007199254740993}',
@@ -54,6 +56,7 @@ def test_requests_and_ids_come_out_as_they_went_in(tmp_path, score):
     assert run.table("responses")["prompt"].to_pylist() == ["2024-01-01T00:00:00Z", None, None]
 
 
+@pytest.mark.slow
 def test_a_callers_own_columns_come_out_beside_the_answer_and_are_told(tmp_path, score):
     lines = [
         {"prompt": "a b", "label": "spam", "row": 17},
@@ -94,6 +97,7 @@ def test_without_requests_there_are_whole_tables_and_no_engine(tmp_path, score, 
     assert run.table("errors").num_rows == run.summary.num_rows == lines.count("broken")
 
 
+@pytest.mark.slow
 def test_all_tables_have_the_published_schema_whatever_the_rows_hold(tmp_path, score):
     run = score(write_lines(tmp_path / "a.jsonl", {"prompt": "fail"}, {"prompt": [1]}))
     for name, schema in tables.PUBLISHED.items():
@@ -124,6 +128,7 @@ class OneByOne(Starts):
         return DeterministicEngine()
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_up_first_leaves_the_other_half_of_the_work_and_of_the_longest(tmp_path, score):
     # None is answered before both are up: what the first has taken by then is what it took at once.
     wait = f"until:{tmp_path / 'second'} slow:3"
@@ -140,12 +145,23 @@ def test_an_engine_that_does_not_start_ends_the_run_with_its_reason(tmp_path, sc
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="no such weights"))
 
 
+def test_a_run_that_failed_leaves_its_cores_though_its_error_is_kept(tmp_path, score):
+    with pytest.raises(EngineUnusable) as kept:
+        score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="no such weights"))
+    until = time.monotonic() + 15
+    while (free := ray.available_resources().get("CPU")) != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < until, f"{free} cores are free"
+        time.sleep(0.2)
+    assert kept.value
+
+
 def test_an_engine_that_dies_time_and_again_ends_the_run_and_publishes_nothing(tmp_path, score):
     with pytest.raises(EngineUnusable, match="the engine's process has died"):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b"}), start=Starts(dies_after=1))
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_time_and_again_ends_the_run(tmp_path, score):
     with pytest.raises(EngineUnusable, match="a replica's process died, and 3 new ones in its place"):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "exit"}))
@@ -169,7 +185,7 @@ def test_a_replica_that_is_dropped_closes_its_engine(ray_cluster):
         class report:
             remote = staticmethod(lambda *_: None)
 
-    replica = Replica(Engine, None, None, Scoreboard)
+    replica = Replica(Engine, None, None, Scoreboard, "run")
     assert closed == []
     del replica
     gc.collect()
@@ -183,6 +199,7 @@ def test_more_replicas_than_fit_are_refused_before_an_engine_starts(tmp_path, sc
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}), start=Starts(error="must not start"), replicas=1000)
 
 
+@pytest.mark.slow
 def test_a_run_anew_is_a_second_folder_and_the_manifest_moves_on(tmp_path, score):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
     first, second = score(path).summary, score(path, restart=True).summary
@@ -197,6 +214,7 @@ def test_an_output_folder_that_holds_something_else_is_refused(tmp_path, score):
         score(write_lines(tmp_path / "a.jsonl", {"prompt": "a"}))
 
 
+@pytest.mark.slow
 def test_progress_has_true_totals(tmp_path, score, monkeypatch):
     half, rest = tmp_path / "half", tmp_path / "rest"
 
@@ -218,6 +236,7 @@ def test_progress_has_true_totals(tmp_path, score, monkeypatch):
     assert max(now.num_in_flight for now in run.show.seen) == 2 * CHUNK_ROWS
 
 
+@pytest.mark.slow
 def test_the_tables_open_where_the_summary_says(tmp_path, score):
     import duckdb
     import pandas

@@ -252,6 +252,7 @@ def test_the_early_end_finds_what_the_full_search_finds(engine, beams, monkeypat
     assert early["usage"]["search_tokens"] < full["usage"]["search_tokens"]
 
 
+@pytest.mark.slow
 def test_hundreds_of_long_beam_rows_leave_room_for_greedy_ones(engine):
     long = " ".join(f"line {number}: the quick brown fox" for number in range(60))
     beams = [

@@ -2,6 +2,8 @@
 
 import io
 import re
+import signal
+import threading
 
 import pytest
 from rich.console import Console
@@ -79,6 +81,27 @@ def test_a_stall_is_told_with_the_rows_that_wait_and_not_every_second(capsys):
         view.progress(stalled)
     told = [line for line in capsys.readouterr().err.splitlines() if "stalled" in line]
     assert len(told) == 1 and "in.jsonl:7 (1:20), in.jsonl:9 (1:10)" in told[0]
+
+
+def test_the_first_ctrl_c_drains_once_an_engine_is_up_and_the_second_stops(capsys):
+    up = Progress(Totals(10), num_replicas_up=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with console.RunView() as view:
+        draining = threading.Event()
+        with pytest.raises(KeyboardInterrupt), view.drains(draining):
+            signal.raise_signal(signal.SIGINT)
+        assert not draining.is_set()
+        view.progress(up)
+        with pytest.raises(KeyboardInterrupt), view.drains(draining):
+            signal.raise_signal(signal.SIGINT)
+            assert draining.is_set() and "Ctrl-C again stops at once" in capsys.readouterr().err
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        # As `nohup` and shells have it for what runs in the background.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with view.drains(draining):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_summary_tells_what_the_plan_saved_and_what_it_cost(capsys):

@@ -25,7 +25,7 @@ def text(event):
 
 
 def on_loop(engine, work, timeout=120):
-    return asyncio.run_coroutine_threadsafe(work, engine._loop).result(timeout=timeout)
+    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(timeout=timeout)
 
 
 def test_a_completion_is_a_real_models_answer(complete):

@@ -141,6 +141,15 @@ CHAT_WORKS = {
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["Rome"]}}}},
          lambda a: json.loads(text(a)) == "Rome"),
     ],
+    "guided_json": [({"guided_json": {"enum": ["Rome"]}}, lambda a: json.loads(text(a)) == "Rome")],
+    "guided_regex": [({"guided_regex": "R[o]me"}, lambda a: text(a) == "Rome")],
+    "guided_choice": [({"guided_choice": ["no", "nono"]}, lambda a: text(a) in {"no", "nono"})],
+    "guided_grammar": [({"guided_grammar": 'root ::= "Rome"'}, lambda a: text(a) == "Rome")],
+    "structural_tag": [
+        ({"structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "Rome"}}'},
+         lambda a: text(a) == "Rome"),
+    ],
+    "guided_decoding_backend": [({"guided_decoding_backend": "xgrammar"}, lambda a: "Paris" in text(a))],
     "chat_template_kwargs": [({"chat_template_kwargs": {"a": 1}}, lambda a: "Paris" in text(a))],
     "timeout_sec": [({"timeout_sec": 60}, lambda a: "Paris" in text(a))],
 }  # fmt: skip
@@ -159,6 +168,7 @@ UNSEEN = {
     "length_penalty": "orders beams; seen in tests/test_beams.py",
     "add_generation_prompt": "either way the model goes on",
     "chat_template_kwargs": "the model's template takes none",
+    "guided_decoding_backend": "there is one",
     "timeout_sec": "seen by a request that is late, below",
 }
 
@@ -248,8 +258,8 @@ CHAT_REFUSED = {
     "messages": [
         ([], "empty_prompt"),
         ([{"role": "assistant"}], "empty_prompt"),
-        ([{"role": "user", "content": "w"}, {"role": "function", "name": "f", "content": "ok"}], "retired_field"),
-        ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "unsupported_field"),
+        ([{"role": "user", "content": "w"}, {"role": "function", "name": "f", "content": "ok"}], "tools_unsupported"),
+        ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "tools_unsupported"),
         ([{"role": "assistant", "content": "a", "refusal": "no"}], "unsupported_field"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], "media_unsupported"),
         ([{"role": "tool", "tool_call_id": "c", "content": "ok"}], "tools_unsupported"),
@@ -266,14 +276,11 @@ CHAT_REFUSED = {
     "mm_processor_kwargs": [({"a": 1}, "unsupported_field")],
     "logits_processors": [(["a"], "unsupported_field")],
     "best_of": [(2, "retired_field")],
-    "guided_json": [({}, "retired_field")],
-    "guided_regex": [("a", "retired_field")],
-    "guided_choice": [(["a"], "retired_field")],
-    "guided_grammar": [("a", "retired_field")],
-    "guided_decoding_backend": [("a", "retired_field")],
-    "guided_whitespace_pattern": [("a", "retired_field")],
-    "guided_meta": [({}, "retired_field")],
-    "structural_tag": [("a", "retired_field")],
+    "guided_json": [("", "bad_constraint")],
+    "guided_choice": [([], "bad_constraint")],
+    "guided_decoding_backend": [("outlines", "unsupported_field")],
+    "guided_whitespace_pattern": [("a", "unsupported_field")],
+    "guided_meta": [({"a": 1}, "unsupported_field")],
 }
 
 
@@ -323,6 +330,23 @@ def test_tools_pass_where_the_template_knows_them():
     assert (failure.reason, failure.param) == ("bad_tools", "messages[0].tool_calls[0].function.arguments")
 
 
+def test_calls_of_tools_by_their_former_names_pass_where_the_template_knows_tools():
+    former = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    told = {"role": "function", "name": "f", "content": "ok"}
+    assert refusal({"messages": [former, told]}, CHATS, TOOLS_LIMITS) is None
+    former["function_call"]["arguments"] = "{oops"
+    assert refusal({"messages": [former]}, CHATS, TOOLS_LIMITS).param == "messages[0].function_call.arguments"
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"guided_regex": "a"}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}],
+)
+def test_a_chat_has_one_constraint_by_whichever_name(beside):
+    failure = refusal({**MESSAGES, "guided_json": {}, **beside}, CHATS)
+    assert (failure.reason, failure.param) == ("bad_constraint", "guided_json")
+
+
 def test_a_stream_is_for_the_online_door_and_not_for_beams():
     def online(**fragment):
         return check_body({**PROMPT, **fragment}, COMPLETIONS, Judge("online", LIMITS))
@@ -354,7 +378,8 @@ def test_every_field_of_the_schema_has_a_test(endpoint, tested):
 
 def test_every_field_of_the_schema_stands_in_the_readmes_table():
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    rows = [line for line in readme.splitlines() if re.match(r"\| `", line) and line.count("|") == 5]
+    table = readme[readme.index("### Fields") : readme.index("### Legacy chats")]
+    rows = [line for line in table.splitlines() if re.match(r"\| `", line) and line.count("|") == 5]
     named = {name for line in rows for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     fields = known_fields(COMPLETIONS) | known_fields(CHATS)
     assert fields - named == set(), "the README's table of fields lacks some"

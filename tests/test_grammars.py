@@ -40,7 +40,7 @@ def compiler():
     ],
 )
 def test_what_compiles_passes(compiler, body):
-    assert compiler.check(body) is None
+    assert compiler.check(body, "/v1/completions") is None
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,44 @@ def test_what_compiles_passes(compiler, body):
     ],
 )
 def test_what_does_not_compile_is_refused_on_one_line(compiler, constraint):
-    failure = compiler.check({"structured_outputs": constraint})
+    failure = compiler.check({"structured_outputs": constraint}, "/v1/completions")
     assert (failure.reason, failure.param) == ("bad_constraint", "structured_outputs")
     assert "it doesn't compile (" in failure.message and failure.message.isprintable()
     assert "/project/" not in failure.message
 
 
 def test_a_constraint_that_takes_too_long_is_stopped_and_the_next_one_compiles(compiler):
-    compiler.check({"structured_outputs": {"choice": ["warm"]}})
+    compiler.check({"structured_outputs": {"choice": ["warm"]}}, "/v1/completions")
     began = time.monotonic()
-    assert compiler.check({"structured_outputs": SLOW}).reason == "constraint_too_slow"
+    assert compiler.check({"structured_outputs": SLOW}, "/v1/completions").reason == "constraint_too_slow"
     assert time.monotonic() - began < 10
-    assert compiler.check({"structured_outputs": {"choice": ["after"]}}) is None
+    assert compiler.check({"structured_outputs": {"choice": ["after"]}}, "/v1/completions") is None
     again = time.monotonic()
-    assert compiler.check({"structured_outputs": SLOW}).reason == "constraint_too_slow"
+    assert compiler.check({"structured_outputs": SLOW}, "/v1/completions").reason == "constraint_too_slow"
     assert time.monotonic() - again < 0.1, "an equal constraint is judged once"
+
+
+def weather(**parameters):
+    return {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": [weather(type="object", properties={"city": {"type": "string"}})], "tool_choice": "required"}, None),
+        ({"tools": [weather(type="nothing")], "tool_choice": "required"}, "tools"),
+        (
+            {
+                "tools": [weather(type="object", properties={"a": {"type": "string", "pattern": "("}})],
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            },
+            "tools",
+        ),
+        ({"tools": [weather(type="nothing")], "tool_choice": "none"}, None),
+    ],
+)
+def test_calls_of_tools_are_compiled_where_a_grammar_gives_their_form(compiler, body, field):
+    failure = compiler.check(body, "/v1/chat/completions")
+    assert (failure and failure.param) == field
+    # A completion may hold anything under a name that it doesn't know.
+    assert compiler.check(body, "/v1/completions") is None

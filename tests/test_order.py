@@ -98,6 +98,9 @@ def test_half_of_the_first_chunks_is_half_of_their_work():
     assert most[0] == 100 / 16 and len({round(one, 9) for one in most[:50]}) == 1
 
 
-def test_hands_of_the_first_chunks_are_alike_whoever_takes_one_first():
-    assert deal([9, 8, 7, 6, 5, 4, 3, 2, 1], 2, 3) == [9, 7, 5, 8, 6, 4, 3, 2, 1]
-    assert deal([3, 2, 1], 2, 5) == [3, 1, 2] and deal([3, 2, 1], 1, 2) == [3, 2, 1] and deal([], 2, 2) == []
+def test_hands_of_the_first_chunks_come_to_as_much_work_whoever_takes_one_first():
+    assert deal([5] * 6 + [1] * 3, 2, 3) == [0, 2, 4, 1, 3, 5, 6, 7, 8]
+    # Full chunks and halves by turns, as the ends of groups make them.
+    dealt = deal([9, 4, 9, 4, 9, 4, 9, 4, 1, 1], 2, 4)
+    assert sum([9, 4, 9, 4, 9, 4, 9, 4][place] for place in dealt[:4]) == 26 and dealt[8:] == [8, 9]
+    assert deal([1, 1, 1], 2, 5) == [0, 2, 1] and deal([2, 1], 1, 2) == [0, 1] and deal([], 2, 2) == []

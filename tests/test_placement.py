@@ -1,5 +1,6 @@
 """Where replicas land on a cluster with GPUs. Ray is only told of these: it hands out numbers, which is what counts."""
 
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import ray
 
-from pipelines import batch, placement
+from pipelines import batch, machine, placement
+from pipelines.adapters import Adapter
+from pipelines.model import Model
 from schemas.failures import UsageError
-from schemas.settings import EngineSettings, RunSettings
+from schemas.plans import Chunk
+from schemas.settings import EngineSettings, RunSettings, ServeSettings
 from tests.conftest import Silence, write_lines
 from tests.deterministic import DeterministicEngine, Starts
 
@@ -122,6 +126,16 @@ def test_a_model_is_cut_into_as_few_parts_as_leave_room_for_its_cache(
     assert (placed.num_replicas, placed.num_gpus, placed.num_parts) == (num_replicas, each, max(1, each))
 
 
+def test_an_engine_starts_with_as_many_parts_and_paths_that_another_machine_knows(monkeypatch):
+    placed = place(monkeypatch, (8, 8), kind="H100", model=Weights(140))
+    model = Model("/cache/mirror-1", "large", "s3://models/large")
+    adapters = {"formal": Adapter("/cache/mirror-2", 8, "s3://adapters/formal")}
+    for settings in (RunSettings(inputs=("a",), output="b"), ServeSettings()):
+        start = placement.start_of(settings, model, adapters, placed)
+        assert start.settings.tensor_parallel_size == placed.num_parts == 4
+        assert (start.model, start.adapters) == (model.spec, {"formal": "s3://adapters/formal"})
+
+
 @pytest.mark.parametrize(
     ("nodes", "engine", "num_replicas", "num_gpus", "cores"),
     [
@@ -152,3 +166,38 @@ def test_replicas_are_as_many_as_fit(monkeypatch, nodes, engine, num_replicas, n
 def test_what_does_not_fit_is_refused(monkeypatch, nodes, given, words):
     with pytest.raises(UsageError, match=words):
         place(monkeypatch, *nodes, **given)
+
+
+def test_one_replica_a_machine_also_where_it_computes_on_a_few_of_the_cores(monkeypatch):
+    placed = place(monkeypatch, (8, 0), cores=2)
+    assert (placed.num_replicas, placed.num_cpus, placed.cores) == (1, 8, 2)
+    placed = place(monkeypatch, (8, 0), cores=2, replicas=3)
+    assert (placed.num_replicas, placed.num_cpus, placed.cores) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "parts", "num_replicas", "each"), [(None, None, 1, 1), (3, None, 3, 1), (None, 4, 1, 4)]
+)
+def test_an_engine_that_needs_gpus_waits_for_a_cluster_that_has_none_yet(
+    monkeypatch, replicas, parts, num_replicas, each
+):
+    monkeypatch.setattr(machine, "has_gpu_engine", lambda: True)
+    placed = place(monkeypatch, (4, 0), replicas=replicas, tensor_parallel_size=parts)
+    assert (placed.num_replicas, placed.num_gpus, placed.num_cpus, placed.cores) == (num_replicas, each, 1, None)
+
+
+@pytest.mark.parametrize(("version", "is_for_gpus"), [("0.32.0", True), ("0.32.0+cpu", False), (None, False)])
+def test_what_is_installed_tells_whether_an_engine_needs_gpus(monkeypatch, version, is_for_gpus):
+    def found(name):
+        if name == "vllm" and version:
+            return version
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    assert machine.has_gpu_engine() == is_for_gpus
+
+
+def test_there_may_be_as_many_replicas_as_chunks_unless_their_number_was_given(monkeypatch):
+    chunks = [Chunk("part", 0, 0, 10, 10, 0, b"", 10.0, 1)] * 5
+    assert place(monkeypatch, (8, 2)).for_chunks(chunks).max_replicas == 5
+    assert place(monkeypatch, (8, 2), replicas=2).for_chunks(chunks).max_replicas is None

@@ -41,7 +41,7 @@ def checked(bodies):
     validator = Validator(Checks("batch", None, LIMITS))
     block = validator(pa.Table.from_pylist(rows, schema=tables.LINES))
     assert block["reason"].null_count == block.num_rows, block["message"]
-    return plan.with_key(block).sort_by("key")
+    return plan.WithKey(None)(block).sort_by("key")
 
 
 def spool(tmp_path, bodies, size=BIG, **options):

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from jobs.reports import print_status
 from pipelines import progress
 from pipelines.progress import Progress, ReplicaReport, Scoreboard, StatusFile, Watch
 from pipelines.replica import OpenWork, Sent
 from pipelines.storage import Folder
+from schemas.failures import UsageError
 from schemas.plans import Totals
 from schemas.requests import Tally
 from tests.conftest import Silence, write_lines
@@ -148,6 +150,22 @@ def test_a_replica_knows_its_oldest_rows_and_since_when_it_finished_none(clock):
     assert report.chunks == {0: done(1)} and work.end(0) == done(1)
 
 
+def test_replicas_are_told_to_flush_until_all_that_are_alive_have(clock):
+    board = Scoreboard()
+    assert board.report("gone", ReplicaReport()) == progress.Orders()
+    clock.now += 10
+    for replica in ("a", "b"):
+        assert board.report(replica, ReplicaReport()) == progress.Orders()
+    assert not board.flush()
+    assert board.report("a", ReplicaReport()) == progress.Orders(is_flushing=True)
+    board.flushed("a")
+    assert not board.flush()
+    board.flushed("b")
+    assert board.flush()
+    board.drain()
+    assert board.report("b", ReplicaReport()) == progress.Orders(is_draining=True, is_flushing=True)
+
+
 # --- the status file ------------------------------------------------------------------------------------------------
 
 SOMEWHERE = Progress(
@@ -200,6 +218,19 @@ def test_the_status_file_is_written_every_few_seconds_and_not_each_second(tmp_pa
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "starting 1 engine"
 
 
+def test_a_run_that_ends_early_says_why_and_how_far_it_came(tmp_path, clock, capsys):
+    with pytest.raises(UsageError), StatusFile(Silence(), Folder.at(str(tmp_path)), "run-1") as status:
+        status.phase("starting 1 engine")
+        clock.now += 10
+        status.progress(SOMEWHERE)
+        raise UsageError("the disk\nis full")
+    said = json.loads((tmp_path / "status.json").read_text())
+    assert said["error"] == "the disk is full" and said["phase"] == "answering" and said["rows"]["total"]
+    print_status(said)
+    out = capsys.readouterr().out
+    assert "the disk is full" in out and "The same command goes on from there." in out
+
+
 def test_a_store_that_takes_no_status_costs_the_run_nothing(tmp_path, clock):
     (tmp_path / "file").touch()
     show = Silence()
@@ -215,6 +246,7 @@ def test_a_store_that_takes_no_status_costs_the_run_nothing(tmp_path, clock):
 # --- a whole run ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_very_slow_row_and_a_killed_replica_leave_no_row_behind(tmp_path, score, monkeypatch):
     """Case P03: 2,000 rows, one that takes very long, and a replica's process that dies at 97 %."""
     monkeypatch.setattr(progress, "REPORT_S", 0.1)

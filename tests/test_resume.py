@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import batch, lease, runs, write
 from pipelines.lease import EXPIRES_S, Lease
 from pipelines.storage import Folder
-from schemas.failures import EngineUnusable, UsageError
+from schemas import tables
+from schemas.failures import EngineUnusable, Interrupted, UsageError
+from schemas.settings import EngineSettings
 from tests.conftest import ROOT, write_lines
 from tests.deterministic import Starts
 
@@ -44,6 +47,7 @@ def test_a_run_that_was_broken_off_goes_on_with_what_is_missing(tmp_path, score)
     assert list((tmp_path / "out" / "_work").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_equal_rows_of_which_one_is_done_are_asked_once_more(tmp_path, score):
     lines = rows(1) + [{"prompt": "same", "temperature": 0, "request_id": f"{n}"} for n in range(1, 6)]
     path = write_lines(tmp_path / "a.jsonl", *lines)
@@ -53,6 +57,7 @@ def test_equal_rows_of_which_one_is_done_are_asked_once_more(tmp_path, score):
     assert run.table("usage")["is_deduplicated"].to_pylist().count(True) == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_while_it_published_needs_no_engine(tmp_path, score, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", *rows(100), "broken")
     with monkeypatch.context() as patch:
@@ -77,7 +82,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, score, capsys):
     assert "finished before, and nothing has changed: --restart runs it anew" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("is_finished", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_rows_are_refused_and_the_difference_is_named(tmp_path, score, is_finished):
     path = write_lines(tmp_path / "a.jsonl", *rows(8))
     if is_finished:
@@ -92,6 +97,7 @@ def test_other_rows_are_refused_and_the_difference_is_named(tmp_path, score, is_
     assert list((tmp_path / "out" / "_work").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_older_version_is_named(tmp_path, score):
     path = write_lines(tmp_path / "a.jsonl", *rows(3))
     (tmp_path / "out").mkdir()
@@ -102,6 +108,7 @@ def test_a_folder_of_an_older_version_is_named(tmp_path, score):
 
 
 RECIPE = {
+    "version": tables.VERSION,
     "inputs": {"a": "1 x", "b": "2 y"},
     "model": {"": "m", "formal": "m+f"},
     "settings": {"endpoint": None, "fill": {}, "strict": False, "limit": None, "sample": None, "dedup": True},
@@ -142,6 +149,7 @@ def test_rows_that_failed_in_the_engine_are_tried_again_on_demand(tmp_path, scor
     assert score(path, start=NONE, retry_errors=True).summary.is_repeat
 
 
+@pytest.mark.slow
 def test_a_new_run_beside_a_finished_one_is_gone_on_with_when_it_was_broken_off(tmp_path, score):
     path = write_lines(tmp_path / "a.jsonl", *rows(3))
     first = score(path)
@@ -153,6 +161,7 @@ def test_a_new_run_beside_a_finished_one_is_gone_on_with_when_it_was_broken_off(
     assert run.summary.run_id != first.summary.run_id and run.manifest["computed"]["rows"] < 100
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_before_its_plan_begins_anew(tmp_path, score, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", *rows(5))
     with monkeypatch.context() as patch:
@@ -161,6 +170,75 @@ def test_a_run_that_was_broken_off_before_its_plan_begins_anew(tmp_path, score, 
             score(path)
     assert_whole(score(path), 5)
     assert list((tmp_path / "out" / "_work").iterdir()) == []
+
+
+def test_a_run_that_is_told_to_drain_finishes_what_it_has_begun_and_no_more(tmp_path, score):
+    lines = [{"prompt": f"slow:0.3 row {n}", "request_id": f"{n}"} for n in range(600)]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    few = {"engine": EngineSettings(max_num_seqs=8), "replicas": 1}
+    with pytest.raises(Interrupted, match=r"\d+ of 600 rows are left"):
+        score(path, drain_at=1, **few)
+    (work,) = (tmp_path / "out" / "_work").glob("2*")
+    num_staged = sum(pq.read_metadata(part).num_rows for part in work.glob("staged/*/*"))
+    assert 0 < num_staged < 600
+    run = score(path, **few)
+    assert_whole(run, 600)
+    # Nothing that was begun is begun again.
+    assert run.manifest["computed"]["rows"] == 600 - num_staged
+
+
+def test_answers_to_equal_requests_are_carried_over_and_the_rest_is_computed(tmp_path, score):
+    old = [{"prompt": f"row {n}", "request_id": f"old{n}", "user": "a"} for n in range(90)]
+    path = write_lines(tmp_path / "a.jsonl", *old, {"prompt": "fail"}, {"prompt": "row 3", "request_id": "again"})
+    first = score(path)
+    answers = dict(zip(first.table("responses")["id"].to_pylist(), first.table("responses").to_pylist(), strict=True))
+    new = [{"prompt": f"row {n}", "request_id": f"new{n}", "user": "b"} for n in range(100)]
+    lines = [*reversed(new), {"prompt": "fail"}, "broken", {"prompt": "row 3", "request_id": "twice"}]
+    write_lines(path, *lines)
+    with pytest.raises(UsageError, match=r"a\.jsonl has changed. Give --changed for"):
+        score(path, start=NONE)
+    second = score(path, changed=True)
+    told = second.table("responses").to_pylist()
+    assert [row["id"] for row in told] == [*(f"new{n}" for n in reversed(range(100))), "twice"]
+    assert [row["source_line"] for row in told] == [*range(1, 101), 103]
+    carried = {row["id"]: row for row in second.table("usage").to_pylist() if row["is_carried"]}
+    assert set(carried) == {*(f"new{n}" for n in range(90)), "twice"}
+    for row in told:
+        # The request is this run's; the answer is the earlier one's, to the letter.
+        assert json.loads(row["request"])["request_id"] == row["id"]
+        if row["id"] in carried and row["id"] != "twice":
+            before = answers[row["id"].replace("new", "old")]
+            assert row["response"] == before["response"] and row["fingerprint"] == before["fingerprint"]
+    assert second.table("errors")["reason"].to_pylist() == ["asked_to_fail", "invalid_json"]
+    # What failed, and what is new.
+    assert second.manifest["computed"]["rows"] == 11 and second.manifest["rows_carried"] == 91
+    assert second.summary.totals.num_answered == 101 and first.summary.run_id != second.summary.run_id
+    assert score(path, changed=True, start=NONE).summary.is_repeat
+
+
+@pytest.mark.slow
+def test_when_nothing_is_new_no_engine_starts_and_without_a_run_all_is_computed(tmp_path, score):
+    path = write_lines(tmp_path / "a.jsonl", *rows(20))
+    assert score(path, changed=True).manifest["rows_carried"] == 0
+    write_lines(path, *reversed(rows(20)), "broken")
+    run = score(path, changed=True, start=NONE)
+    assert run.table("responses")["id"].to_pylist() == [f"{n}" for n in reversed(range(20))]
+    assert run.manifest["rows_carried"] == 20 and run.table("errors").num_rows == 1
+    # Another model's answers are others.
+    other = score(path, changed=True, engine=EngineSettings(seed=7))
+    assert other.manifest["rows_carried"] == 0 and other.manifest["computed"]["rows"] == 20
+
+
+@pytest.mark.slow
+def test_a_run_that_carries_over_goes_on_when_it_was_broken_off(tmp_path, score):
+    path = write_lines(tmp_path / "a.jsonl", *rows(50))
+    score(path)
+    write_lines(path, *rows(150))
+    with pytest.raises(EngineUnusable):
+        score(path, changed=True, start=Starts(dies_after=40))
+    run = score(path, changed=True)
+    assert_whole(run, 150)
+    assert run.manifest["rows_carried"] == 50 and 0 < run.manifest["computed"]["rows"] < 100
 
 
 SCRIPT = """

@@ -45,6 +45,14 @@ def test_a_breach_names_the_field_what_was_found_and_what_was_expected(body, par
     assert words in failure.message
 
 
+def test_a_fault_in_a_body_says_where_in_words_of_its_writer():
+    failure = parse_strict(b'{"prompt": "a",\n "n": }', "body")
+    assert "(line 2, column 7)" in failure.message
+    assert parse_strict(b"[1", "body").message.startswith("not valid JSON: the body ends inside the JSON value (")
+    assert "send UTF-8" in parse_strict(b'"\xff"', "body").message
+    assert parse_strict(b"[1e999]", "body").param == "[0]"
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -133,11 +141,6 @@ def test_chat_bodies_have_a_schema_of_their_own():
 
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-def test_a_legacy_chat_body_is_refused_by_name():
-    failure = check_body({"context": [{"type": "Human", "text": "hi"}]}, "/external/api/inference")
-    assert failure is not None and (failure.reason, failure.param) == ("unsupported_endpoint", "context")
 
 
 def test_engine_settings_come_from_pairs():

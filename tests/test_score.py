@@ -156,7 +156,8 @@ def test_settings_come_from_flags_else_the_environment_else_the_file(tmp_path, m
         "input: [a.jsonl]\noutput: file\nengine: {max_num_seqs: 8}\nadapter: {a: b}\nkeep-work: true\nreplicas: 3\n"
     )
     seen = []
-    monkeypatch.setattr(score, "run", lambda settings, allow_errors: seen.append(settings) or 0)
+    monkeypatch.setattr(score, "run", lambda settings, allow_errors, with_report: seen.append(settings) or 0)
+    monkeypatch.setattr("pipelines.endings.write_end", lambda *_: None)
 
     def settings_of(*arguments, **environment):
         result = CliRunner().invoke(score.app, ["--config", str(config), *arguments], env=environment)
@@ -194,7 +195,7 @@ def test_help_is_light(command):
     assert spent < 1.0, f"{spent:.2f} s of CPU time"
 
 
-@pytest.mark.parametrize("verb", ["score", "check", "export"])
+@pytest.mark.parametrize("verb", ["score", "check", "export", "nightly"])
 def test_help_imports_nothing_heavy(verb):
     code = (
         f"import sys; sys.argv = ['{verb}.py', '--help']\n"

@@ -286,7 +286,7 @@ def test_assistants_turns_may_be_empty_and_nulls_survive(tmp_path, engine):
     texts = [json.dumps({"messages": messages, "max_tokens": 4, "temperature": 0}) for messages in turns]
     rows = judged(tmp_path, "\n".join(texts).encode())
     # The schema has no user's turn without content, so that one is a 422.
-    assert [row["reason"] for row in rows] == [None, "tools_unsupported", "unsupported_field", "schema"]
+    assert [row["reason"] for row in rows] == [None, "tools_unsupported", "tools_unsupported", "schema"]
     (event,) = answer(engine, rows)
     assert isinstance(event, Answered)
 

@@ -20,7 +20,7 @@ def outcome(line, **values):
     row |= {"endpoint": "/v1/completions", "request": "{}", "model": "m", "response": json.dumps({"n": line})}
     row |= {"text": ["t"], "finish_reason": ["stop"], "created": datetime.now(UTC), "prompt_tokens": 1}
     row |= {"completion_tokens": 1, "total_tokens": 2, "total_ms": 1.0, "replica": "r", "attempt": 1}
-    return {**row, "is_deduplicated": False, **values}
+    return {**row, "is_deduplicated": False, "is_carried": False, **values}
 
 
 def outcomes(*lines):
@@ -34,7 +34,7 @@ def test_a_file_whose_writing_fails_never_appears(tmp_path):
         raise RuntimeError("midway")
     assert folder.join("deep").names() == []
     folder.write(b"whole", "deep", "a.bin")
-    assert folder.join("deep").names() == ["a.bin"] and folder.open("deep", "a.bin").read() == b"whole"
+    assert folder.join("deep").names() == ["a.bin"] and folder.read("deep", "a.bin") == b"whole"
 
 
 def test_a_folder_is_the_same_place_in_every_process_and_shown_as_it_was_typed(tmp_path, monkeypatch):

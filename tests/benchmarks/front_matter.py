@@ -90,7 +90,7 @@ def measure_stages(lines: list[bytes], limits: Any, model: str, folder: Path) ->
     """CPU time a row of what comes beside parsing and judging."""
     from pipelines.checks import Checks
     from pipelines.inputs import find_inputs
-    from pipelines.plan import SpoolWriter, chunk_size, with_key
+    from pipelines.plan import SpoolWriter, WithKey, chunk_size
     from pipelines.read import read_file
     from pipelines.storage import Folder
     from pipelines.tokens import PromptCounter
@@ -109,7 +109,7 @@ def measure_stages(lines: list[bytes], limits: Any, model: str, folder: Path) ->
     return {
         "read": cpu_us(lambda: list(read_file(file)), len(lines)),
         "count tokens": cpu_us(lambda: [counter.count(one.body, one.endpoint) for one in shaped], len(lines)),
-        "spool": cpu_us(lambda: [list(spool(with_key(block))) for block in checked], len(lines)),
+        "spool": cpu_us(lambda: [list(spool(WithKey(None)(block))) for block in checked], len(lines)),
     }
 
 

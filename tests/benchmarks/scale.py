@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import typer
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
 from tests.benchmarks.report import Figure, report  # noqa: E402 - found below the root
+from tests.benchmarks.sides.watched import Silence  # noqa: E402 - found below the root
 
 WORDS = "the river wind stone letter garden night bread paper market winter door road voice light water"
 SMALL, LARGE = 100_000, 1_000_000
@@ -48,20 +49,14 @@ def write_requests(path: Path, number: int) -> None:
             stream.write(json.dumps({"prompt": f"{index} {words}", "max_tokens": draw.randint(8, 32)}) + "\n")
 
 
-class Clock:
-    """A Show that keeps when each phase began."""
+class Clock(Silence):
+    """Keeps when each phase began."""
 
     def __init__(self) -> None:
         self.began: dict[str, float] = {}
 
     def phase(self, text: str) -> None:
         self.began[text.partition(" ")[0]] = time.time()
-
-    def checked(self, num_rows: int) -> None:
-        pass
-
-    def progress(self, now: Any) -> None:
-        pass
 
 
 class Memory:

@@ -25,9 +25,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
 from tests.benchmarks.report import Figure, report  # noqa: E402 - found below the root
+from tests.benchmarks.sides.watched import Silence, WatchedStart, read_watched  # noqa: E402 - found below the root
 
 WORDS = "the river wind stone letter garden night bread paper market winter door road voice light water"
 NUM_REQUESTS, NUM_QUICK = 2_000, 200
@@ -61,49 +59,12 @@ def write_requests(path: Path, lengths: list[int]) -> None:
             stream.write(json.dumps(body) + "\n")
 
 
-class Watched:
-    """An engine that writes down when each request came and went, a line of JSON each."""
-
-    def __init__(self, engine: Any, folder: str) -> None:
-        self._engine = engine
-        self._stream = (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1)
-        self.restart = engine.restart
-        self.close = engine.close
-
-    def submit(self, request: Any, *, lane: Any) -> "Future[Any]":
-        came = time.time()
-        future = self._engine.submit(request, lane=lane)
-
-        def gone(done: "Future[Any]") -> None:
-            tokens = done.result().usage["completion_tokens"]
-            self._stream.write(json.dumps({"came": came, "gone": time.time(), "tokens": tokens}) + "\n")
-
-        future.add_done_callback(gone)
-        return future
-
-
-@dataclass(frozen=True)
-class Start:
-    """Starts an engine that is watched."""
-
-    start: Any
-    folder: str
-
-    def __call__(self) -> Watched:
-        return Watched(self.start(), self.folder)
-
-
 def run(lengths: list[int], num_replicas: int) -> dict[str, Any]:
     """A whole run: its makespan in seconds, and for each replica when it was first asked, when it last answered, and
     how many tokens it generated."""
     from pipelines import batch
     from pipelines.engine import EngineStart
     from schemas.settings import EngineSettings, RunSettings
-
-    class Silence:
-        def phase(self, text: str) -> None: ...
-        def checked(self, num_rows: int) -> None: ...
-        def progress(self, now: Any) -> None: ...
 
     with tempfile.TemporaryDirectory() as scratch:
         path, folder = Path(scratch) / "requests.jsonl", Path(scratch) / "watched"
@@ -113,23 +74,20 @@ def run(lengths: list[int], num_replicas: int) -> dict[str, Any]:
         settings = RunSettings(
             inputs=(str(path),), output=str(Path(scratch) / "out"), engine=engine, replicas=num_replicas
         )
-        start = Start(EngineStart(None, (), engine, num_replicas, 1), str(folder))
+        start = WatchedStart(EngineStart(None, (), engine, num_replicas, 1), str(folder))
         summary = batch.run(settings, Silence(), start)
         assert summary.totals.completion_tokens == sum(lengths)
-        replicas = []
-        for file in folder.iterdir():
-            # Empty where the other was done before this one was up.
-            if not (seen := [json.loads(line) for line in file.read_text().splitlines()]):
-                continue
-            replicas.append(
-                {
-                    "began": min(one["came"] for one in seen),
-                    "ended": max(one["gone"] for one in seen),
-                    "tokens": sum(one["tokens"] for one in seen),
-                    "rows": len(seen),
-                    "long": sum(one["tokens"] >= LONG[0] for one in seen),
-                }
-            )
+        replicas = [
+            {
+                "began": min(one["came"] for one in seen),
+                "ended": max(one["gone"] for one in seen),
+                "tokens": sum(one["tokens"] for one in seen),
+                "rows": len(seen),
+                "long": sum(one["tokens"] >= LONG[0] for one in seen),
+            }
+            # One has nothing where the other was done before it was up.
+            for seen in read_watched(folder)
+        ]
     return {"makespan": summary.infer_s, "replicas": replicas}
 
 
