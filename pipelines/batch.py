@@ -16,7 +16,7 @@ from pipelines.check import checked_lines
 from pipelines.engine import Engine
 from pipelines.lease import Lease
 from pipelines.manifest import Summary, add, make_manifest, summarise, summary_of
-from pipelines.placement import Placement, count, place, start_of
+from pipelines.placement import Placement, count, place, start_of, tell_what_is_taken
 from pipelines.prepare import Prepared, prepare
 from pipelines.progress import Show
 from pipelines.storage import Folder
@@ -66,7 +66,11 @@ def adopted(settings: RunSettings, connect: Connect) -> Iterator[RunSettings]:
 
 def place_run(settings: RunSettings, prepared: Prepared) -> Placement:
     """Where a run's engines are: on the cluster, or an endpoint's. Raises UsageError."""
-    return place(settings, prepared.model) if settings.through is None else place_through(settings)
+    if settings.through is not None:
+        return place_through(settings)
+    placement = place(settings, prepared.model)
+    tell_what_is_taken(placement)
+    return placement
 
 
 def earlier_run(settings: RunSettings, output: Folder) -> dict[str, Any] | None:

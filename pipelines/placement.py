@@ -152,6 +152,25 @@ def place(settings: RunSettings | ServeSettings, model: Model) -> Placement:
     )
 
 
+def tell_what_is_taken(placement: Placement) -> None:
+    """Warn where the cluster has room for these replicas that others have now: Ray waits, and says nothing."""
+    import ray
+
+    free, whole = ray.available_resources(), ray.cluster_resources()
+    for name, noun, each in (("CPU", "CPU core", placement.num_cpus), ("GPU", "GPU", placement.num_gpus)):
+        needed = each * placement.num_replicas
+        # What the cluster doesn't have yet it may grow by.
+        if free.get(name, 0) < needed <= whole.get(name, 0):
+            log.warning(
+                "%d of the cluster's %s are free, and %s with %s each wait for others to end; `ray status` tells what "
+                "is taken. A run can also go through an endpoint that holds them: --through serve:APP",
+                free.get(name, 0),
+                count(int(whole[name]), noun),
+                count(placement.num_replicas, "replica"),
+                count(each, noun),
+            )
+
+
 def start_of(
     settings: RunSettings | ServeSettings, model: Model, adapters: Mapping[str, Adapter], placed: Placement
 ) -> EngineStart:

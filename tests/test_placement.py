@@ -201,3 +201,27 @@ def test_there_may_be_as_many_replicas_as_chunks_unless_their_number_was_given(m
     chunks = [Chunk("part", 0, 0, 10, 10, 0, b"", 10.0, 1)] * 5
     assert place(monkeypatch, (8, 2)).for_chunks(chunks).max_replicas == 5
     assert place(monkeypatch, (8, 2), replicas=2).for_chunks(chunks).max_replicas is None
+
+
+@pytest.mark.parametrize(
+    ("free", "told"),
+    [
+        ({"CPU": 8.0, "GPU": 2.0}, []),
+        (
+            {"CPU": 8.0, "GPU": 1.0},
+            ["1 of the cluster's 2 GPUs are free, and 2 replicas with 1 GPU each wait for others to end"],
+        ),
+        (
+            {"GPU": 2.0},
+            ["0 of the cluster's 8 CPU cores are free, and 2 replicas with 1 CPU core each wait for others to end"],
+        ),
+    ],
+)
+def test_what_others_have_now_is_told(monkeypatch, free, told):
+    said: list[str] = []
+    placed = place(monkeypatch, (8, 2))
+    monkeypatch.setattr(ray, "available_resources", lambda: free)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    monkeypatch.setattr(placement.log, "warning", lambda text, *values: said.append((text % values).partition(";")[0]))
+    placement.tell_what_is_taken(placed)
+    assert said == told
