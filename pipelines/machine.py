@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
 _TCMALLOC_FOLDERS = (
     "/usr/lib",
     "/usr/lib64",
@@ -73,14 +74,24 @@ def numa_nodes() -> list[set[int]]:
     return nodes
 
 
-def free_memory_bytes() -> int:
-    """Memory that can still be had, cut by the container's limit."""
-    available = psutil.virtual_memory().available
-    try:
-        limit = _CGROUP_MEMORY.read_text().strip()
-        return int(available) if limit == "max" else min(int(available), int(limit))
-    except (OSError, ValueError):
-        return int(available)
+def free_memory_bytes(num_replicas: int = 1) -> int:
+    """Memory that each of so many replicas can still have: its share of the machine's, within the container's limit,
+    and of a NUMA node's, since vLLM doesn't start where the node of its cores has too little for the cache."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):
+        limit, usage = (int(path.read_text()) for path in (_CGROUP_MEMORY, _CGROUP_USAGE))
+        free = min(free, max(0, limit - usage))
+    nodes = [path.parent for path in _NUMA_NODES.glob("node[0-9]*/cpulist") if path.read_text().strip()]
+    replicas_a_node = -(-num_replicas // max(1, len(nodes)))
+    return min([int(free) // num_replicas, *(_free_on_node(node) // replicas_a_node for node in nodes)])
+
+
+def _free_on_node(folder: Path) -> int:
+    """In bytes, as vLLM counts it: what nothing uses, and what holds files that can be read again."""
+    found = re.findall(
+        r"(?:MemFree|Active\(file\)|Inactive\(file\)|SReclaimable): +(\d+) kB", (folder / "meminfo").read_text()
+    )
+    return sum(int(kib) * 1024 for kib in found)
 
 
 class CoreClaim:
@@ -151,7 +162,7 @@ class Choice:
 def cpu_arguments(settings: EngineSettings, num_replicas: int, limits: ModelLimits) -> list[Choice]:
     """Engine arguments for a replica on CPU cores. `num_replicas`: those that share the machine's memory."""
     # A quarter of what is free leaves room for weights, activations, logits and Ray's object store.
-    kv_gib = settings.kv_cache_gib or max(0.25, min(16.0, free_memory_bytes() / _GIB / 4 / num_replicas))
+    kv_gib = settings.kv_cache_gib or max(0.25, min(16.0, free_memory_bytes(num_replicas) / _GIB / 4))
     dtype = Choice("dtype", settings.dtype, "as given, or the model's own")
     if settings.dtype == "auto" and not has_fast_bf16():
         dtype = Choice("dtype", "float32", "this CPU has no fast kernels for bf16")

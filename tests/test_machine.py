@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,33 @@ def test_cores_come_from_one_numa_node_where_they_fit(tmp_path, monkeypatch):
     for claim in (first, second, third):
         claim.release()
     assert machine.CoreClaim(5).cores == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("num_replicas", "kv_gib"), [(1, 1.25), (2, 1.25), (4, 0.625)])
+def test_a_cache_fits_the_node_that_has_the_least(tmp_path, monkeypatch, num_replicas, kv_gib):
+    """A machine whose memory is mostly on a node that vLLM doesn't look at: it refuses to start with more."""
+    nodes = {"node0": ("0-3", 3), "node1": ("4-7", 90), "node2": ("", 0)}
+    for name, (cores, free_gib) in nodes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(f"{cores}\n")
+        figures = {"MemTotal": 99, "MemFree": free_gib, "Inactive(anon)": 7, "Active(file)": 1, "Inactive(file)": 1}
+        lines = (f"Node {name[-1]} {key}:{gib << 20:>16} kB\n" for key, gib in figures.items())
+        (tmp_path / name / "meminfo").write_text("".join(lines))
+    monkeypatch.setattr(machine, "_NUMA_NODES", tmp_path)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 << 30))
+    chosen = {choice.name: choice.value for choice in machine.cpu_arguments(EngineSettings(), num_replicas, LIMITS)}
+    assert chosen["kv_cache_memory_bytes"] == kv_gib * 2**30
+
+
+def test_memory_stays_within_the_containers_limit(tmp_path, monkeypatch):
+    for name, gib in (("_CGROUP_MEMORY", 8), ("_CGROUP_USAGE", 6)):
+        (tmp_path / name).write_text(f"{gib << 30}\n")
+        monkeypatch.setattr(machine, name, tmp_path / name)
+    monkeypatch.setattr(machine, "_NUMA_NODES", tmp_path)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 << 30))
+    assert machine.free_memory_bytes() == 2 << 30
+    (tmp_path / "_CGROUP_MEMORY").write_text("max\n")
+    assert machine.free_memory_bytes(4) == 25 << 30
 
 
 def test_settings_that_were_given_win():
