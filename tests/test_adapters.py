@@ -151,6 +151,7 @@ def texts(event):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_the_models_own_answers_are_as_without_adapters(adapted, engine):
     for body in ({"prompt": PROMPT}, {"prompt": PROMPT, "model": "smollm2-135m-instruct", "logprobs": 2}):
         with_adapters, without = ask(adapted, **body), ask(engine, **body)
@@ -159,6 +160,7 @@ def test_the_models_own_answers_are_as_without_adapters(adapted, engine):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_request_that_names_an_adapter_is_answered_with_it(adapted):
     names = ("smollm2-135m-instruct", "strong", "weak")
     events = {name: ask(adapted, prompt=PROMPT, model=name, logprobs=1) for name in names}
@@ -184,6 +186,7 @@ def test_equal_prompts_side_by_side_keep_to_their_own_adapter(adapted):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_prompts_that_are_computed_in_one_step_keep_to_their_own_adapter(adapted):
     """Nothing of them is cached: the rows without an adapter stand beside those with one from the first token on."""
     names = ["smollm2-135m-instruct", "strong", "weak"]
@@ -197,6 +200,7 @@ def test_prompts_that_are_computed_in_one_step_keep_to_their_own_adapter(adapted
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_beams_search_with_the_adapter(adapted):
     """The best answer of a search is at least as likely, under the adapter itself, as its likeliest next tokens."""
     found = ask(adapted, prompt=PROMPT, model="strong", use_beam_search=True, n=3, ignore_eos=True, logprobs=1)
@@ -212,6 +216,7 @@ def test_beams_search_with_the_adapter(adapted):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_name_that_nobody_has_is_a_404(adapted):
     event = ask(adapted, prompt=PROMPT, model="nobody")
     assert (event.failure.status_code, event.failure.param) == (404, "model")

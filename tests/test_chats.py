@@ -14,7 +14,7 @@ from tests.conftest import Run, Silence, write_lines
 from tests.endpoint import BesideOthers, Endpoint, deploy, events_of
 from tests.models import with_template
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MODEL = "Pi-3.1"
 ENGINE = EngineSettings(dtype="float32", max_num_seqs=16, kv_cache_gib=1, cores=1, tool_parser="hermes")
@@ -153,7 +153,6 @@ def test_the_published_chat_is_answered_as_its_example_is(online, client):
     assert answer.choices[0].message.content and answer.choices[0].finish_reason in ("stop", "length")
 
 
-@pytest.mark.slow
 def test_the_published_chat_streams_as_its_example_does(online, client):
     blocks = curl(online.url + EXTERNAL, {**EXAMPLE, "stream": True}, "--no-buffer").split("\n\n")
     data = [block.removeprefix("data: ") for block in blocks if block]
@@ -237,9 +236,7 @@ def test_a_legacy_chat_calls_tools_too(online):
     assert json.loads(last["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(CHAT, marks=pytest.mark.slow), pytest.param(EXTERNAL, marks=pytest.mark.slow), LEGACY]
-)
+@pytest.mark.parametrize("path", [CHAT, EXTERNAL, LEGACY])
 def test_an_answer_keeps_to_a_json_schema(online, path):
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     told = {"context": [{"type": "Human", "text": ASKED["content"]}]} if path == LEGACY else {"messages": [ASKED]}
@@ -257,7 +254,6 @@ def test_a_form_that_no_grammar_has_is_refused_before_the_engine(online):
 # --- one conversation by every way ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_one_conversation_has_one_answer_by_every_way(online, run):
     texts = {
         path: online.post(AS_MESSAGES, path=path).json()["choices"][0]["message"]["content"]
@@ -271,7 +267,6 @@ def test_one_conversation_has_one_answer_by_every_way(online, run):
     assert len(set(texts.values())) == 1 and "Rome" in texts[CHAT], texts
 
 
-@pytest.mark.slow
 def test_rows_of_every_kind_sit_in_the_same_tables(run):
     rows = {row["id"]: row for row in run.table("responses").to_pylist()}
     assert json.loads(rows["legacy"]["response"]).keys() == {"created", "text"}

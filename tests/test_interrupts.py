@@ -74,6 +74,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_starting_ends_with_the_process_that_started_it(tmp_path, claims):
     script = tmp_path / "starts.py"
     script.write_text(STARTS)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 # In float32, so that answers can be compared.
 ENGINE = EngineSettings(dtype="float32", max_num_seqs=64, kv_cache_gib=1, cores=1)
-NUM_PARITY, NUM_PARITY_QUICK = 200, 40
+NUM_PARITY = 200
 REFUSED = (
     {"prompt": "a", "top_p": 7},
     {"prompt": "a", "model": "does-not-exist"},
@@ -36,11 +36,10 @@ LONG = {"prompt": "Once", "max_tokens": 4_000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def run(ray_cluster, tmp_path_factory, request) -> Run:
+def run(ray_cluster, tmp_path_factory) -> Run:
     """The same requests through the batch door, and some that it refuses; before the endpoint takes its cores."""
-    is_long = any("slow" in item.keywords for item in request.session.items if item.module is request.module)
     folder = tmp_path_factory.mktemp("batch")
-    lines = write_lines(folder / "in.jsonl", *draw_bodies(NUM_PARITY if is_long else NUM_PARITY_QUICK), *REFUSED)
+    lines = write_lines(folder / "in.jsonl", *draw_bodies(NUM_PARITY), *REFUSED)
     settings = RunSettings(inputs=(str(lines),), output=str(folder / "out"), engine=ENGINE, replicas=1, dedup=False)
     show = Silence()
     return Run(folder / "out", batch.run(settings, show, BesideOthers(ENGINE, str(folder))), show)
@@ -159,9 +158,9 @@ def without_chance(body):
     return {**{name: value for name, value in body.items() if name not in ("id", "created", "metrics")}, "usage": usage}
 
 
-@pytest.mark.parametrize("number", [NUM_PARITY_QUICK, pytest.param(NUM_PARITY, marks=pytest.mark.slow)])
-def test_both_doors_give_the_same_answers(online, run, number):
-    bodies = list(draw_bodies(number))
+@pytest.mark.slow
+def test_both_doors_give_the_same_answers(online, run):
+    bodies = list(draw_bodies(NUM_PARITY))
     rows = {row["id"]: json.loads(row["response"]) for row in run.table("responses").to_pylist()}
 
     async def send_all():
@@ -173,6 +172,7 @@ def test_both_doors_give_the_same_answers(online, run, number):
         assert without_chance(response.json()) == without_chance(rows[body["request_id"]]), body
 
 
+@pytest.mark.slow
 def test_a_row_and_a_response_fail_alike(online, run):
     rows = run.table("errors").sort_by("source_line").to_pylist()
     for body, row in zip(REFUSED, rows, strict=True):

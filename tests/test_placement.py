@@ -72,6 +72,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[list[
     return {name: [file.read_text().split(",") for file in (folder / name / "meeting").iterdir()] for name in RUNS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_each_replica_sees_gpus_of_its_own(devices, name):
     settings, num_engines = RUNS[name]
