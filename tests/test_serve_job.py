@@ -75,12 +75,9 @@ def claims():
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        (signal.SIGTERM, ExitStatus.TERMINATED),
-        pytest.param(signal.SIGINT, ExitStatus.INTERRUPTED, marks=pytest.mark.slow),
-    ],
+    ("sent", "status"), [(signal.SIGTERM, ExitStatus.TERMINATED), (signal.SIGINT, ExitStatus.INTERRUPTED)]
 )
 def test_a_signal_lets_what_is_under_way_end_and_leaves_nothing_behind(claims, sent, status):
     port = free_port()

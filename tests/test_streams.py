@@ -179,6 +179,7 @@ def test_an_engine_says_what_it_has_to_do(engine):
     assert on_loop(engine, engine.ask()).num_running == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_a_stream_is_told_as_the_engines_fault(engine):
     body = {"prompt": "Once", "max_tokens": 4_000, "ignore_eos": True, "stream": True}
     seen = []
