@@ -18,7 +18,7 @@ from jobs.config import CONTEXT, make_app
 from jobs.exits import ExitStatus, worst
 from jobs.interrupts import Terminated, carry_out
 from jobs.options import say
-from schemas.failures import Busy, Interrupted, UsageError
+from schemas.failures import Busy, InputMissing, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,11 @@ def forecast(told: "Nightly", night: "date") -> int:
             try:
                 statuses.append(score.forecast(settings))
             except UsageError as error:
-                statuses.append(say(str(error), ExitStatus.USAGE))
+                if isinstance(error, InputMissing) and planned.dataset.missing == "skip":
+                    typer.echo("skipped: there is no input")
+                    statuses.append(ExitStatus.OK)
+                else:
+                    statuses.append(say(str(error), ExitStatus.USAGE))
             typer.echo()
     return worst(statuses)
 

@@ -56,7 +56,7 @@ Fill = Annotated[
 EndpointKind = Annotated[
     str | None,
     typer.Option(
-        "--endpoint", metavar="KIND", help="What bare bodies are: completions or chat. Default: as they look."
+        "--endpoint", metavar="KIND", help="What bare bodies are: completions, chat or legacy. Default: as they look."
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse fields that the schema doesn't know.")]

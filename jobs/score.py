@@ -200,7 +200,7 @@ def forecast(settings: "RunSettings") -> int:
 def _parse_replicas(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--replicas {text}: expected a whole number from 1, or auto")
     return int(text)
 

@@ -186,7 +186,7 @@ def _parse_replicas(text: str) -> Any:
     if text == "auto":
         return None
     fewest, dash, most = text.partition("-")
-    if fewest.isdigit() and (most.isdigit() or not dash):
+    if fewest.isdecimal() and (most.isdecimal() or not dash):
         return {"min_replicas": int(fewest), "max_replicas": int(most)} if dash else int(fewest)
     raise UsageError(f"--replicas {text}: expected a whole number from 1, a range such as 1-4, or auto")
 

@@ -224,6 +224,8 @@ def _score(
         told.outcome, told.message = Outcome.REFUSED, str(error)
     except TooManyErrors as error:
         told.outcome, told.message = Outcome.TOO_MANY_ERRORS, str(error)
+        # What its replicas still work on would keep the next one's from their cores.
+        ray.close()
     except Interrupted as error:
         told.outcome, told.message = Outcome.UNFINISHED if _is_past(deadline) else Outcome.INTERRUPTED, str(error)
     except (EngineUnusable, StorageFailed) as error:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from pipelines.storage import Folder
+from schemas.failures import Interrupted
 from schemas.plans import Totals
 from schemas.requests import Tally
 
@@ -29,6 +30,8 @@ STALL_S = 60.0
 NUM_NAMED = 3
 # Who stops a job gives it three seconds; a replica hears within one of them.
 FLUSH_S = 2.2
+# Sent by a watch to the thread that it watches for, and to nobody else.
+_GIVE_UP = signal.SIGUSR2
 _FLUSH_LOOK_S = 0.1
 # Tokens per second are those of the last minute.
 _RATE_S = 60.0
@@ -158,6 +161,7 @@ class Watch:
     """Tells `show` how far a run is, once a second, from a thread of its own, for as long as the block lasts.
 
     A SIGTERM in the block, for which somebody has a handler, has replicas make durable what they have finished first.
+    Where no replica is up when the run is to drain, nobody would hear it: the block is left with Interrupted.
     """
 
     def __init__(self, totals: Totals, scoreboard: Any, show: Callable[[Progress], None]) -> None:
@@ -180,23 +184,25 @@ class Watch:
         self.draining = threading.Event()
         self._flushing, self._flushed = threading.Event(), threading.Event()
         self._woken = threading.Event()
-        self._before: Any = None
+        # By signal: the handler that was there before.
+        self._before: dict[signal.Signals, Any] = {}
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> "Watch":
         self._thread.start()
-        handler = signal.getsignal(signal.SIGTERM)
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            self._before = handler
-            signal.signal(signal.SIGTERM, self._terminate)
+        if threading.current_thread() is threading.main_thread():
+            self._before[_GIVE_UP] = signal.signal(_GIVE_UP, self._give_up)
+            handler = signal.getsignal(signal.SIGTERM)
+            if callable(handler):
+                self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
         self._stop.set()
         self._woken.set()
         self._thread.join(timeout=10)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         if kind is None:
             self._show(self.look({}))
 
@@ -205,7 +211,11 @@ class Watch:
         self._flushing.set()
         self._woken.set()
         self._flushed.wait(FLUSH_S)
-        self._before(*arguments)
+        self._before[signal.SIGTERM](*arguments)
+
+    def _give_up(self, *_: Any) -> None:
+        if not self._stop.is_set():
+            raise Interrupted("it was to end before an engine was up; the plan is kept")
 
     def finished(self, chunk: int, tally: Tally) -> None:
         """A chunk's final tally."""
@@ -226,9 +236,13 @@ class Watch:
                     if ray.get(self._scoreboard.flush.remote(), timeout=FLUSH_S):
                         self._flushed.set()
                     continue
+                reports = ray.get(self._scoreboard.read.remote(), timeout=5)
                 if self.draining.is_set():
                     self._scoreboard.drain.remote()
-                self._show(self.look(ray.get(self._scoreboard.read.remote(), timeout=5)))
+                    if not reports and _GIVE_UP in self._before:
+                        # What waits for the cluster doesn't look at anything else.
+                        signal.pthread_kill(threading.main_thread().ident or 0, _GIVE_UP)
+                self._show(self.look(reports))
             except Exception:  # progress must never fail a run; the next second tells
                 log.debug("no progress to tell", exc_info=True)
 

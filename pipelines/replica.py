@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -38,6 +38,8 @@ WAIT_S = 1.0
 MAX_DEATHS_IN_A_ROW = 5
 # How the engine is, is shown so often.
 _SHOW_S = 1.0
+# Whoever gathers reports answers within that, or later.
+_REPORT_LIMIT_S = 10.0
 # What was in the engine when it died so often is tried alone.
 _DEATHS_OF_A_SUSPECT = 2
 
@@ -75,6 +77,7 @@ class OpenWork:
         self.closed = threading.Event()
         # Set when nothing more is to be begun.
         self.draining = threading.Event()
+        self._has_flushed = False
 
     def begin(self, chunk: int, done: Tally, staging: "Staging | None" = None) -> None:
         with self._lock:
@@ -113,19 +116,26 @@ class OpenWork:
                 oldest=[(place_of(sent.rows[0]), now - sent.at) for sent in oldest],
             )
 
-    def keep_reporting(self, name: str, scoreboard: Any) -> None:
+    def report_to(self, scoreboard: Any, name: str) -> None:
+        """Report once, and hear what is to be done. Raises RayError where nobody answers."""
         import ray
 
-        has_flushed = False
+        orders = ray.get(scoreboard.report.remote(name, self.report()), timeout=_REPORT_LIMIT_S)
+        if orders.is_draining:
+            self.draining.set()
+        if orders.is_flushing and not self._has_flushed:
+            self._has_flushed = True
+            self._flush()
+            scoreboard.flushed.remote(name)
+
+    def keep_reporting(self, scoreboard: Any, name: str) -> None:
+        import ray
+
         while not self.closed.wait(REPORT_S):
             try:
-                orders = ray.get(scoreboard.report.remote(name, self.report()))
-                if orders.is_draining:
-                    self.draining.set()
-                if orders.is_flushing and not has_flushed:
-                    has_flushed = True
-                    self._flush()
-                    scoreboard.flushed.remote(name)
+                self.report_to(scoreboard, name)
+            except ray.exceptions.GetTimeoutError:  # a busy cluster; what is to be done is heard later
+                continue
             except ray.exceptions.RayError:  # the run goes on without being seen
                 log.warning("nobody takes this replica's reports", exc_info=True)
                 return
@@ -182,8 +192,8 @@ _SMALLEST = Request("check", "/v1/completions", '{"prompt": [0], "max_tokens": 1
 _KILLER = Failure(
     500,
     "engine_died",
-    "the engine's process died each of three times that it worked on this request, the last time on nothing else. "
-    "Leave the row out, or report it with --verbose's log",
+    "the engine's process died each of three times that it worked on this request, the last time on no other of its "
+    "replica. Leave the row out, or report it with --verbose's log",
 )
 
 
@@ -317,10 +327,13 @@ class Replica:
         except Exception as error:
             self._start_error = EngineUnusable(f"the engine didn't start: {' '.join(str(error).split())}")
             return
-        scoreboard.report.remote(self._name, self._open.report())
-        threading.Thread(
-            target=self._open.keep_reporting, args=(self._name, scoreboard), name="report", daemon=True
-        ).start()
+        with suppress(ray.exceptions.RayError):
+            # Before any work: a run that is being drained begins nothing in a replica that comes up late.
+            self._open.report_to(scoreboard, self._name)
+        self._reporting = threading.Thread(
+            target=self._open.keep_reporting, args=(scoreboard, self._name), name="report", daemon=True
+        )
+        self._reporting.start()
 
     def __call__(self, batch: pa.Table) -> Iterator[dict[str, Any]]:
         for chunk in batch.to_pylist():
@@ -384,7 +397,9 @@ class Replica:
         """A request's future, which goes to `done` when it is, and what it is to answer."""
         self._gate.enter()
         future, sent = self._send(rows, done, num_deaths)
-        future.add_done_callback(lambda _: self._gate.leave())
+        # A future keeps what it calls, and mustn't keep the replica alive.
+        leave = self._gate.leave
+        future.add_done_callback(lambda _: leave())
         return future, sent
 
     def _submit_alone(self, suspect: Sent, done: "SimpleQueue[Future[Any]]") -> tuple["Future[Any]", Sent]:
@@ -471,5 +486,7 @@ class Replica:
         # Ray drops the replica when its work is done; the engine's processes end here rather than as orphans.
         if hasattr(self, "_engine"):
             self._open.closed.set()
+            # No call of it is under way when Ray ends this process.
+            self._reporting.join(_REPORT_LIMIT_S)
             self._engine.close()
             self._witness.close()

@@ -103,7 +103,9 @@ class Distribution:
 
     def binned(self, edges: list[float]) -> list[int]:
         """How many values lie from each edge to the next."""
-        return [int(number) for number in np.histogram(self._values(), edges, weights=self._counts)[0]]
+        # What stands for the outermost values may lie beyond them.
+        values = np.clip(self._values(), self.least, self.most)
+        return [int(number) for number in np.histogram(values, edges, weights=self._counts)[0]]
 
 
 @dataclass(frozen=True, slots=True)

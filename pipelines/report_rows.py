@@ -25,6 +25,8 @@ FILTERS = ("id", "file", "line", "model", "finish_reason", "reason", "contains")
 MAX_TEXT, MAX_TOKENS, MAX_CHOICES = 20_000, 2_000, 16
 # Characters of JSON that a page holds of all rows together.
 MAX_PAGE = 24 << 20
+# A line with so many digits is one of no file.
+_LINE_DIGITS = 19
 _OF_ANSWERS, _OF_ERRORS = {"finish_reason", "model"}, {"reason"}
 _SORTED_BY = {"slowest": "total_ms", "longest": "completion_tokens"}
 _COLUMNS = {"id": "id", "file": "source_file", "line": "source_line", "model": "model", "reason": "reason"}
@@ -66,7 +68,7 @@ def parse_where(pairs: list[str]) -> dict[str, str]:
             raise UsageError(f"--where {pair}: expected FIELD=VALUE, with a field of {', '.join(FILTERS)}")
         if name in where:
             raise UsageError(f"--where {name}: found twice. Give each field once")
-        if name == "line" and not value.isdigit():
+        if name == "line" and not (value.isdecimal() and len(value) < _LINE_DIGITS):
             raise UsageError(f"--where {pair}: expected a line's number, from 1")
         where[name] = value
     if _OF_ANSWERS & where.keys() and _OF_ERRORS & where.keys():

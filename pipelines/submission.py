@@ -109,7 +109,8 @@ class Cluster:
             words = _line(error)
             if "working_dir" in env and "exceeds the maximum size" in words:
                 words = f"the folder is too large; most of it are {_largest(Path(env['working_dir']))}. Leave out what "
-                raise UsageError(f"--working-dir {working_dir}: {words}the job doesn't need with --exclude") from error
+                words = f"--working-dir {env['working_dir']}: {words}the job doesn't need with --exclude"
+                raise UsageError(words) from error
             raise UsageError(f"--address {self.address}: the cluster doesn't take the job: {words}") from error
         return job
 

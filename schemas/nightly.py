@@ -85,8 +85,8 @@ class Nightly(Settings):
     @field_validator("deadline", mode="before")
     @classmethod
     def _as_time(cls, value: Any) -> Any:
-        # YAML takes 22:00, unquoted, for a number to the base of 60.
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 24 * 60:
+        # YAML takes 22:00, unquoted, for a number to the base of 60; a smaller one is no time that somebody wrote so.
+        if isinstance(value, int) and not isinstance(value, bool) and 60 <= value < 24 * 60:
             return time(*divmod(value, 60))
         if not isinstance(value, str) or len(value) not in (5, 8):
             raise ValueError("expected a time of day, such as 06:00")

@@ -51,11 +51,6 @@ class Totals:
         for name, number in other.items():
             setattr(self, name, getattr(self, name) + number)
 
-    @property
-    def saved_share(self) -> float:
-        """Of all the prompts' tokens, those that need not be computed when everything is found in the cache."""
-        return (self.repeated_tokens + self.shared_tokens) / self.prompt_tokens if self.prompt_tokens else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Carried:

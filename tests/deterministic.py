@@ -151,7 +151,13 @@ class DeterministicEngine:
         self._is_dead = False
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        def end() -> None:
+            # Whoever waits for an answer hears that there will be none.
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.call_soon(self.loop.stop)
+
+        self.loop.call_soon_threadsafe(end)
 
 
 async def _wait(words: list[str]) -> None:

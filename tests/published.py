@@ -19,6 +19,8 @@ from schemas.settings import Prices, RunSettings
 
 BEGAN = datetime(2026, 3, 1, 1, 0, tzinfo=UTC).timestamp()
 FILE = "data/tickets.jsonl"
+# What a row may hold that must not come alive on a page.
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202edrowssap\u202c \x00 $x^2$ {{ 7*7 }}"
 
 
 def answered(line, began=BEGAN, *, request=None, choices=None, **values):

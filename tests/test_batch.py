@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+from pipelines.progress import Orders
 from pipelines.replica import Gate, Replica
 from schemas import tables
 from schemas.failures import EngineUnusable, TooManyErrors, UsageError
@@ -183,7 +184,7 @@ def test_a_replica_that_is_dropped_closes_its_engine(ray_cluster):
 
     class Scoreboard:
         class report:
-            remote = staticmethod(lambda *_: None)
+            remote = staticmethod(lambda *_: ray.put(Orders()))
 
     replica = Replica(Engine, None, None, Scoreboard, "run")
     assert closed == []

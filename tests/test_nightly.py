@@ -17,7 +17,7 @@ from pipelines import nightly as nights
 from pipelines import retention
 from pipelines.lease import Lease
 from pipelines.storage import Folder
-from schemas.failures import Interrupted
+from schemas.failures import InputMissing, Interrupted
 from schemas.nightly import Keep
 from tests.conftest import Silence, overnight, read_published, read_table, write_lines
 from tests.deterministic import Starts
@@ -226,6 +226,20 @@ def test_past_the_deadline_a_run_is_drained_no_other_begins_and_the_next_night_g
     assert [one["rows"]["asked"] for one in records] == [100 - num_staged, 1]
 
 
+def test_a_night_that_waits_for_an_engine_ends_at_its_deadline(tmp_path, night, put, monkeypatch):
+    """Nobody is up who could be told to drain."""
+    put(0, *rows(0))
+    (tmp_path / "meeting").mkdir()
+    seen = []
+    monkeypatch.setattr(nights, "_is_past", lambda at: seen.append(at) or len(seen) > 3)
+    began = time.monotonic()
+    status, (record,) = night(0, Starts(meeting=(str(tmp_path / "meeting"), 9)), deadline="06:00", time_zone="UTC")
+    for number in range(9):
+        (tmp_path / "meeting" / f"{number}").touch()
+    assert status == 5 and record["outcome"] == "unfinished" and "before an engine was up" in record["message"]
+    assert time.monotonic() - began < 60
+
+
 def test_past_the_deadline_no_engine_starts(night, put, monkeypatch):
     put(0, *rows(0))
     seen = []
@@ -321,6 +335,18 @@ def test_wrong_usage_is_one_line_with_status_2(tmp_path, arguments, words):
     config.write_text(f"state: {tmp_path}/s\ndatasets: [{{name: a, input: a, output: {tmp_path}/out}}]")
     command = overnight("nightly", "--config", str(config), *arguments)
     assert command.status == 2 and words in command.err and "Traceback" not in command.err
+
+
+@pytest.mark.parametrize(("missing", "status"), [("skip", 0), ("fail", 2)])
+def test_a_dry_run_skips_what_the_night_would(tmp_path, monkeypatch, missing, status):
+    def forecast(settings):
+        raise InputMissing("x: no such file or folder. Check --input")
+
+    monkeypatch.setattr("jobs.score.forecast", forecast)
+    config = tmp_path / "n.yaml"
+    dataset = {"name": "a", "input": "x", "output": f"{tmp_path}/out", "missing": missing}
+    config.write_text(yaml.safe_dump({"state": f"{tmp_path}/s", "datasets": [dataset]}))
+    assert nightly.forecast(read_nightly(config), day(0)) == status
 
 
 @pytest.mark.slow

@@ -184,6 +184,7 @@ def one(text, top="state: s"):
         (one("input: a, output: b", top="dedline: 1"), "dedline: no such field. There are: state, time_zone, deadline"),
         (one("input: a, output: b", top="state: s\ntime_zone: Mars"), "time_zone: found 'Mars', expected the"),
         (one("input: a, output: b", top="state: s\ndeadline: noon"), "deadline: found 'noon', expected a time of day"),
+        (one("input: a, output: b", top="state: s\ndeadline: 6"), "deadline: found 6, expected a time of day"),
         (one("input: a, output: b", top=""), "state: found nothing"),
         (one("output: b"), "datasets[0] (a): Missing option '--input'"),
         (one("input: a, output: b, inptu: c"), "datasets[0] (a): inptu: no such option. There are: adapter, allow_e"),

@@ -117,13 +117,13 @@ def test_what_doesnt_go_with_an_endpoint_is_named(tmp_path, endpoint, settings, 
 
 
 def test_a_cluster_without_a_free_core_is_refused_rather_than_waited_for(tmp_path, endpoint, monkeypatch):
-    @ray.remote(num_cpus=1)
+    @ray.remote
     class Holder:
         def holds(self):
             return True
 
     monkeypatch.setattr(through, "_TAKEN_S", 1.0)
-    holder = Holder.remote()
+    holder = Holder.options(num_cpus=int(ray.available_resources()["CPU"])).remote()
     assert ray.get(holder.holds.remote())
     try:
         with pytest.raises(UsageError, match=r"^--through: all \d+ CPU cores of the cluster are taken, and checking"):
