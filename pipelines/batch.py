@@ -1,5 +1,6 @@
 """The batch door: a run from input files to published tables. `run` is the whole of it, top to bottom."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -136,6 +137,9 @@ def _carry_out(
     earlier = earlier_run(settings, prepared.output)
     show.phase("starting Ray")
     with connect(settings.verbose):
+        # What Ray leaves of a run that failed in this process may hold its replicas, and so their cores, until it is
+        # collected; and nothing is while this one waits for them.
+        gc.collect()
         placement = place_run(settings, prepared)
         if unfinished is None:
             runs.begin(work, made)

@@ -256,9 +256,9 @@ class VllmEngine:
         self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None, deadline: float | None
     ) -> AsyncGenerator[Event, None]:
         # The handler turns a cancelled await into a client's mistake, so a deadline is kept outside of it.
+        until = _until(request, body, deadline)
         task = asyncio.ensure_future(self._complete(request, body, lane, priority))
         try:
-            until = _until(body, deadline)
             timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
             done, _ = await asyncio.wait({task}, timeout=timeout)
         except asyncio.CancelledError:
@@ -274,7 +274,7 @@ class VllmEngine:
         self, request: Request, body: dict[str, Any], lane: Lane, priority: int | None, deadline: float | None
     ) -> AsyncGenerator[Event, None]:
         started, first_ms = time.monotonic(), None
-        until = _until(body, deadline)
+        until = _until(request, body, deadline)
         prepared, reply = None, reply_to(request.endpoint)
         try:
             async with asyncio.timeout_at(until):
@@ -442,10 +442,12 @@ class _Refused(Exception):
         self.failure = failure
 
 
-def _until(body: Mapping[str, Any], deadline: float | None) -> float | None:
+def _until(request: Request, body: Mapping[str, Any], deadline: float | None) -> float | None:
     """When to give a request up, by the running loop's clock."""
     seconds = [] if deadline is None else [deadline - time.time()]
-    seconds += [own] if (own := body.get("timeout_sec")) is not None else []
+    # A chat's field: a completion may hold anything under its name.
+    own = body.get("timeout_sec") if engine_endpoint(request.endpoint) == "/v1/chat/completions" else None
+    seconds += [] if own is None else [own]
     return asyncio.get_running_loop().time() + min(seconds) if seconds else None
 
 

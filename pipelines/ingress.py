@@ -165,7 +165,10 @@ class Ingress:
 
     @app.post("/token")
     async def create_token(self, http: HttpRequest) -> Response:
-        return await self._access.logins.answer(http)
+        try:
+            return await self._access.logins.answer(http)
+        except ClientDisconnect:
+            return self._tell(_GONE)
 
     @app.get("/health")
     async def health(self) -> Response:

@@ -6,9 +6,10 @@ Judges by the same checks as the batch door.
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
@@ -27,7 +28,9 @@ from schemas.requests import Endpoint, Request
 from schemas.rules import max_tokens_of, refuse, show
 from schemas.settings import ServeSettings
 
-# Larger bodies are judged in a thread, so that they hold up nobody's stream.
+T = TypeVar("T")
+
+# Larger bodies are read and judged in a thread, so that they hold up nobody's stream.
 _MOST_AT_ONCE = 16 << 10
 # Blocks of a prompt (32 tokens each) that tell which engine has its beginning.
 _AFFINITY_LEVELS = 4
@@ -80,15 +83,17 @@ class Intake:
         ClientDisconnect."""
         deadline, headers = time.time() + self._timeout_s(http), dict[str, str]()
         raw = await self._read(http)
-        body = parse_strict(raw, "body")
-        if isinstance(body, Failure):
-            raise Refused(body)
         try:
             async with asyncio.timeout(deadline - time.time()):
+                body = await self._apart(len(raw), parse_strict, raw, "body")
+                if isinstance(body, Failure):
+                    raise Refused(body)
                 prompt = await self._judge(body, endpoint, len(raw))
                 if endpoint in (LEGACY, LEGACY_STREAM):
-                    body, prompt, headers[web_search.HEADER] = await self._add_results(body, endpoint, prompt)
-                    raw = to_json(body).encode()
+                    said = body
+                    body, prompt, headers[web_search.HEADER] = await self._add_results(said, endpoint, prompt, len(raw))
+                    if body is not said:
+                        raw = await self._apart(len(raw), _to_bytes, body)
         except TimeoutError:
             raise Refused(LATE) from None
         asked = to_engine(body, endpoint, self._limits)
@@ -97,7 +102,7 @@ class Intake:
         if longest is None and rest * num_answers > bound >= num_answers:
             # A chat that doesn't say how long its answer may be, and would go on to the end of the context.
             longest = bound // num_answers
-            raw = to_json({**body, "max_tokens": longest}).encode()
+            raw = await self._apart(len(raw), _to_bytes, {**body, "max_tokens": longest})
         total = (rest if longest is None else longest) * num_answers
         if total > bound:
             most = f"at most {bound:,} for all answers together (--bound max_output_tokens)"
@@ -109,7 +114,7 @@ class Intake:
         return Taken(request, priority, deadline, affinity, bool(asked.get("stream")), headers)
 
     async def _add_results(
-        self, body: dict[str, Any], endpoint: Endpoint, prompt: Prompt
+        self, body: dict[str, Any], endpoint: Endpoint, prompt: Prompt, size: int
     ) -> tuple[dict[str, Any], Prompt, str]:
         """A legacy body with what a search of the web found, as far as the model's context has room for it; and what is
         told of the search."""
@@ -117,7 +122,7 @@ class Intake:
         if searched is body:
             return body, prompt, told
         try:
-            return searched, await self._judge(searched, endpoint, len(to_json(searched))), told
+            return searched, await self._judge(searched, endpoint, size), told
         except Refused as refused:
             if refused.failure.reason != "prompt_too_long":
                 raise
@@ -161,15 +166,24 @@ class Intake:
 
     async def _judge(self, body: Any, endpoint: Endpoint, size: int) -> Prompt:
         is_constrained = isinstance(body, dict) and any(body.get(name) for name in _COMPILED)
-        if is_constrained or size > _MOST_AT_ONCE:
-            judge = self._compiler if is_constrained else self._judges
+        if is_constrained:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(judge, self._checks.check, body, endpoint)
+            found = await loop.run_in_executor(self._compiler, self._checks.check, body, endpoint)
         else:
-            found = self._checks.check(body, endpoint)
+            found = await self._apart(size, self._checks.check, body, endpoint)
         if isinstance(found, Failure):
             raise Refused(found)
         return found
+
+    async def _apart(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """What comes of some work on a body of so many bytes, in a thread where it is large."""
+        if size <= _MOST_AT_ONCE:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._judges, work, *arguments)
+
+
+def _to_bytes(body: dict[str, Any]) -> bytes:
+    return to_json(body).encode()
 
 
 def _beginning(prompt: Prompt) -> str:

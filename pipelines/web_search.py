@@ -68,7 +68,9 @@ class WebSearch:
         try:
             async with asyncio.timeout(self._time_limit_s):
                 pages = await self._provider(turns[asked[-1]]["text"])
-            shown = [f"{page.title} ({page.url})\n{page.text[:_MAX_PAGE_CHARS]}" for page in pages[:_MAX_PAGES]]
+            texts = [f"{page.title} ({page.url})\n{page.text[:_MAX_PAGE_CHARS]}" for page in pages[:_MAX_PAGES]]
+            # Half of a character, where a page was cut in one, is no text that anything takes.
+            shown = [text.encode("utf-8", "replace").decode() for text in texts]
         except Exception as error:  # of whatever the operator gave
             log.warning("a web search failed: %s", type(error).__name__)
             return body, "failed"

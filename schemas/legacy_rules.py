@@ -6,7 +6,7 @@ from typing import Any
 from schemas.chat_rules import check_calls, check_tools
 from schemas.failures import Failure
 from schemas.rules import COMMON, Body, Judge, Rule, refuse, unsupported, whole
-from schemas.turns import PLACEHOLDER
+from schemas.turns import PLACEHOLDER, role_of
 
 
 def _context(field: str, value: list[dict[str, Any]], body: Body, judge: Judge) -> Failure | None:
@@ -22,8 +22,7 @@ def _context(field: str, value: list[dict[str, Any]], body: Body, judge: Judge) 
 
 def _as_message(turn: dict[str, Any]) -> dict[str, Any]:
     """A turn as far as the calls in it are judged."""
-    role = {"AI": "assistant", "Answer": "assistant", "Tool": "tool"}.get(turn["type"], "user")
-    return {"role": role, "tool_calls": turn.get("tool_calls")}
+    return {"role": role_of(turn["type"]), "tool_calls": turn.get("tool_calls")}
 
 
 def _config(field: str, value: str, body: Body, judge: Judge) -> Failure | None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from schemas.operations import json_response
+
 # The published description knows the second alone; a key goes wherever a token does.
 SECURITY_SCHEMES: dict[str, Any] = {
     "key": {"type": "http", "scheme": "bearer"},
@@ -70,11 +72,7 @@ def token_operation() -> dict[str, Any]:
         "tags": ["Access"],
         "requestBody": {"content": {"application/x-www-form-urlencoded": {"schema": _FORM}}, "required": True},
         "responses": {
-            "200": _json("A bearer token", _TOKEN),
-            **{str(status): _json(description, _REFUSAL) for status, description in _STATUSES.items()},
+            "200": json_response("A bearer token", _TOKEN),
+            **{str(status): json_response(description, _REFUSAL) for status, description in _STATUSES.items()},
         },
     }
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -37,8 +37,11 @@ def completions(timeout_header: str) -> Operation:
                     "text/event-stream": {"schema": {"type": "string"}},
                 },
             },
-            **{str(status): _json(description, _ref(name)) for status, (description, name) in _PUBLISHED.items()},
-            **{str(status): _json(ERROR_TYPES[status], _ref("FailureResponse")) for status in _OWN},
+            **{
+                str(status): json_response(description, _ref(name))
+                for status, (description, name) in _PUBLISHED.items()
+            },
+            **{str(status): json_response(ERROR_TYPES[status], _ref("FailureResponse")) for status in _OWN},
         },
     }
 
@@ -73,7 +76,7 @@ def external_chat(timeout_header: str) -> Operation:
         "parameters": [_ORIGIN, _timeout(timeout_header)],
         "requestBody": _body("ExternalChatBody"),
         "responses": {
-            "200": _searched(_json("The answer's text, and calls of tools", _ref("ExternalChatResponse"))),
+            "200": _searched(json_response("The answer's text, and calls of tools", _ref("ExternalChatResponse"))),
             **_external_failures(),
         },
     }
@@ -114,7 +117,7 @@ def _chat_responses() -> dict[str, Any]:
 
 
 def _external_failures() -> dict[str, Any]:
-    return {"422": _json("Validation Error", _ref("ChatHTTPValidationError")), **_failures(_EXTERNAL_STATUSES)}
+    return {"422": json_response("Validation Error", _ref("ChatHTTPValidationError")), **_failures(_EXTERNAL_STATUSES)}
 
 
 def _searched(response: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def models() -> dict[str, Any]:
         "operationId": "list_models_v1_models_get",
         "tags": ["Models"],
         "responses": {
-            "200": _json(
+            "200": json_response(
                 "Successful Response",
                 {
                     "type": "object",
@@ -169,7 +172,7 @@ def model() -> dict[str, Any]:
         "operationId": "retrieve_model_v1_models_get",
         "tags": ["Models"],
         "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
-        "responses": {"200": _json("Successful Response", _ref("Model")), **_failures((*_OF_MODELS, 404))},
+        "responses": {"200": json_response("Successful Response", _ref("Model")), **_failures((*_OF_MODELS, 404))},
     }
 
 
@@ -179,7 +182,7 @@ def health() -> dict[str, Any]:
         "operationId": "health_health_get",
         "tags": ["Health"],
         "responses": {
-            "200": _json(
+            "200": json_response(
                 "Successful Response",
                 {"type": "object", "required": ["status"], "properties": {"status": {"const": "ok"}}},
             ),
@@ -189,10 +192,10 @@ def health() -> dict[str, Any]:
 
 
 def _failures(statuses: tuple[int, ...]) -> dict[str, Any]:
-    return {str(status): _json(ERROR_TYPES[status], _ref("FailureResponse")) for status in statuses}
+    return {str(status): json_response(ERROR_TYPES[status], _ref("FailureResponse")) for status in statuses}
 
 
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+def json_response(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 

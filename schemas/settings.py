@@ -131,7 +131,7 @@ class Bounds(Settings):
         None, ge=1, description="Requests that an engine takes at a time; by default half more than its places."
     )
     max_queued_requests: int = Field(
-        256, ge=0, description="Requests that may wait for an engine to take them; the next one is told to come back."
+        256, ge=1, description="Requests that may wait for an engine to take them; the next one is told to come back."
     )
     retry_after_s: int = Field(2, ge=1, description="When one that found the queue full is to come back.")
     most_urgent_priority: int = Field(0, description="Most urgent priority of clients without a key; lower is earlier.")

@@ -73,7 +73,8 @@ def _messages(turns: list[dict[str, Any]], metadata: Mapping[str, Any]) -> list[
         unanswered += [call["id"] for call in message.get("tool_calls", ())]
         if messages and _go_together(messages[-1], message):
             # Many templates take no two messages of one role in a row.
-            messages[-1]["content"] += "\n\n" + message["content"]
+            message["content"] = "\n\n".join(filter(None, (messages[-1]["content"], message["content"])))
+            messages[-1] |= message
         else:
             messages.append(message)
     if about := _about_the_user(metadata):
@@ -87,7 +88,7 @@ def _messages(turns: list[dict[str, Any]], metadata: Mapping[str, Any]) -> list[
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     label = _LABELS.get(turn["type"])
     message = {
-        "role": _ROLES.get(turn["type"], "user"),
+        "role": role_of(turn["type"]),
         "content": turn["text"] if label is None else f"{label}:\n{turn['text']}",
     }
     if message["role"] == "assistant" and turn.get("tool_calls"):
@@ -95,9 +96,13 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
+def role_of(turn_type: str) -> str:
+    """The role of the message in which the model sees a turn."""
+    return _ROLES.get(turn_type, "user")
+
+
 def _go_together(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    is_speech = one["role"] != "tool" and not one.get("tool_calls") and not other.get("tool_calls")
-    return is_speech and one["role"] == other["role"]
+    return one["role"] == other["role"] != "tool" and not one.get("tool_calls")
 
 
 def _about_the_user(metadata: Mapping[str, Any]) -> str:

@@ -75,6 +75,18 @@ def test_tools_and_their_answers_keep_their_calls():
     assert [message["tool_call_id"] for message in messages[2:]] == ["c1", "c2"]
 
 
+def test_a_call_belongs_to_what_the_assistant_said_before_it():
+    context = [
+        {"type": "AI", "text": "I'll look."},
+        {"type": "AI", "text": "", "tool_calls": [CALL]},
+        {"type": "AI", "text": "And then?"},
+    ]
+    called, after = to_engine({"context": context}, LEGACY, limits())["messages"]
+    assert called["content"] == "I'll look." and len(called["tool_calls"]) == 1
+    # What follows a call isn't part of it.
+    assert after["content"] == "And then?" and "tool_calls" not in after
+
+
 def test_a_legacy_body_says_what_a_chat_says():
     body = {"context": [{"type": "Human", "text": "hi"}], "config": "m", "stop_tokens": ["."], "max_tokens": 5}
     body |= {"temperature": 0, "top_p": 0.5, "tools": [], "web_search": False, "server_target": "x", "stream": True}

@@ -129,6 +129,12 @@ def test_a_request_that_cannot_be_served_is_its_own_failure(complete, body, stat
     assert event.failure.message and "Traceback" not in event.failure.message
 
 
+def test_a_chats_time_limit_means_nothing_to_a_completion(complete):
+    """Its schema doesn't know the field, so whatever stands there passes the checks."""
+    for value in ("soon", -1, [2]):
+        assert isinstance(complete(prompt="a", max_tokens=1, timeout_sec=value), Answered)
+
+
 def test_bad_neighbours_change_nobodys_answer(engine):
     good = [{"prompt": f"Story {n}: Once upon a time", "max_tokens": 12, "temperature": 0} for n in range(8)]
     bad = [{"prompt": "a " * 9_000}, {"prompt": [10**9]}, {"prompt": ""}, {"prompt": "a", "model": "nobody"}]

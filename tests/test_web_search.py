@@ -42,6 +42,14 @@ def test_what_is_found_stands_before_the_question_and_is_bounded():
     assert len(BODY["context"]) == 2
 
 
+def test_a_page_that_was_cut_in_a_character_is_text_all_the_same():
+    async def find_half(text):
+        return [WebPage("Dogs", "http://dogs.example", "woof \ud83d")]
+
+    body, said = add_results(find_half)
+    assert said == "done" and body["context"][1]["text"].encode().endswith(b"woof ?")
+
+
 @pytest.mark.parametrize(
     ("provider", "body", "said"),
     [
