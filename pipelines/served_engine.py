@@ -143,7 +143,8 @@ class RemoteEngine:
     async def keep_looking(self) -> None:
         """Learn from Serve, time and again, whether an engine is up."""
         while True:
-            await self._ask_serve()
+            async with self._look:
+                await self._ask_serve()
             started = time.monotonic()
             while time.monotonic() < started + (_LOOK_S if self._is_sure() else 0.0):
                 await asyncio.sleep(_LOOK_SOON_S)
@@ -154,6 +155,9 @@ class RemoteEngine:
 
     async def is_ready(self) -> bool:
         """Whether an engine is up; one that has just come up is seen at once."""
+        if self._is_up:
+            return True
+        # One look at a time: an older one that ends later would say again that none is up.
         async with self._look:
             if not self._is_up and time.monotonic() - self._looked_at > _LOOK_AGAIN_S:
                 await self._ask_serve()

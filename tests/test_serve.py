@@ -266,7 +266,9 @@ def test_a_dead_engine_is_replaced_and_meanwhile_said_to_be_away(endpoint):
     until = time.monotonic() + 90
     while endpoint.get("/health").status_code != 200 and time.monotonic() < until:
         time.sleep(0.5)
-    assert endpoint.post({"prompt": "b a"}).json()["choices"][0]["text"] == "a b"
+    response = endpoint.post({"prompt": "b a"})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == "a b"
 
 
 # Last: it takes the application away.
