@@ -90,10 +90,8 @@ class Intake:
                     raise Refused(body)
                 prompt = await self._judge(body, endpoint, len(raw))
                 if endpoint in (LEGACY, LEGACY_STREAM):
-                    said = body
-                    body, prompt, headers[web_search.HEADER] = await self._add_results(said, endpoint, prompt, len(raw))
-                    if body is not said:
-                        raw = await self._apart(len(raw), _to_bytes, body)
+                    found = await self._add_results(raw, body, endpoint, prompt)
+                    raw, body, prompt, headers[web_search.HEADER] = found
         except TimeoutError:
             raise Refused(LATE) from None
         asked = to_engine(body, endpoint, self._limits)
@@ -114,19 +112,21 @@ class Intake:
         return Taken(request, priority, deadline, affinity, bool(asked.get("stream")), headers)
 
     async def _add_results(
-        self, body: dict[str, Any], endpoint: Endpoint, prompt: Prompt, size: int
-    ) -> tuple[dict[str, Any], Prompt, str]:
-        """A legacy body with what a search of the web found, as far as the model's context has room for it; and what is
-        told of the search."""
+        self, raw: bytes, body: dict[str, Any], endpoint: Endpoint, prompt: Prompt
+    ) -> tuple[bytes, dict[str, Any], Prompt, str]:
+        """A legacy body, as text and parsed, with what a search of the web found, as far as the model's context has
+        room for it; its prompt; and what is told of the search."""
         searched, told = await self._search.add_results(body)
         if searched is body:
-            return body, prompt, told
+            return raw, body, prompt, told
+        # Pages are long, however short the question was.
+        written = await asyncio.get_running_loop().run_in_executor(self._judges, _to_bytes, searched)
         try:
-            return searched, await self._judge(searched, endpoint, size), told
+            return written, searched, await self._judge(searched, endpoint, len(written)), told
         except Refused as refused:
             if refused.failure.reason != "prompt_too_long":
                 raise
-            return body, prompt, "too-long"
+            return raw, body, prompt, "too-long"
 
     def _timeout_s(self, http: HttpRequest) -> float:
         name, most = self._bounds.timeout_header, self._bounds.request_timeout_s

@@ -291,6 +291,7 @@ def test_settings_say_which_field_is_wrong():
         ("port", 0, "port: found 0"),
         ("root", "v1", "root: found 'v1'"),
         ("bounds", {"max_body_bytes": 1}, "bounds.max_body_bytes: found 1"),
+        ("bounds", {"max_queued_requests": 0}, "bounds.max_queued_requests: found 0"),
         ("replicas", {"min_replicas": 3, "max_replicas": 2}, "fewer than min_replicas"),
         ("no_such", 1, "no_such"),
     ):
