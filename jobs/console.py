@@ -120,9 +120,17 @@ def describe(now: RunProgress) -> str:
         f"{now.num_in_flight:,} in flight",
         f"{now.tokens_per_s:,.0f} tokens/s",
         f"{clock(now.remaining_s)} left" if now.remaining_s is not None else "",
+        late(now.late_s),
         f"oldest {clock(now.oldest[0][1])}" if now.oldest and now.oldest[0][1] >= OLD_S else "",
     ]
     return ", ".join(word for word in words if word)
+
+
+def late(seconds: float | None) -> str:
+    """Whether a run will be done when it must: `in time by 0:42`, `late by 12:00`; "" where that isn't known."""
+    if seconds is None:
+        return ""
+    return f"late by {clock(seconds)}" if seconds > 0 else f"in time by {clock(-seconds)}"
 
 
 def clock(seconds: float) -> str:

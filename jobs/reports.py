@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jobs.console import clock
+from jobs.console import clock, late
 from pipelines.check import Report
 from pipelines.forecast import Forecast
 from pipelines.manifest import Summary
@@ -61,6 +61,8 @@ def print_status(said: dict[str, Any]) -> None:
         _add_counts(table, said["errors_by_reason"])
         left = f", {clock(said['remaining_s'])} left" if said["remaining_s"] is not None else ""
         table.add_row("speed", f"{said['tokens_per_s']:,.0f} tokens/s{left}")
+        if said.get("late_s") is not None:
+            table.add_row("deadline", late(said["late_s"]))
         for number, waiting in enumerate(said["oldest_in_flight"]):
             table.add_row("" if number else "oldest", f"{waiting['row']}, for {clock(waiting['age_s'])}")
         if said["stalled"]:
@@ -162,6 +164,8 @@ def print_summary(summary: Summary, report: str | None = None) -> None:
         table.add_row("cost", f"{summary.cost:,.2f}")
     table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s over {clock(summary.infer_s)}")
     table.add_row("time", f"{clock(summary.total_s)} in all")
+    if summary.late_s is not None:
+        table.add_row("deadline", late(summary.late_s))
     table.add_row("files", summary.folder)
     if report is not None:
         table.add_row("report", report)

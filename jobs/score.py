@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +71,14 @@ def score(
     max_errors: Annotated[
         str | None, typer.Option("--max-errors", metavar="N|P%", help="Stop when more rows than this have failed.")
     ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="HH:MM|DATETIME",
+            help="When it must be done: whether it will be is told all along, and through an endpoint it goes first.",
+        ),
+    ] = None,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep spool and staged parts below _work/.")] = False,
     no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.html into the run's folder.")] = False,
     verbose: options.Verbose = False,
@@ -108,6 +117,7 @@ def score(
             changed=changed,
             retry_errors=retry_errors,
             max_errors=max_errors,
+            deadline=deadline,
             keep_work=keep_work,
             verbose=verbose,
         )
@@ -133,12 +143,13 @@ def make_settings(
     changed: bool,
     retry_errors: bool,
     max_errors: str | None,
+    deadline: str | None,
     keep_work: bool,
     **shared: Any,
 ) -> "RunSettings":
     """The settings of a run, from what its options were given; `shared` are those of `options.input_settings`. Raises
     UsageError that names the flag."""
-    from schemas.settings import RunSettings, parse_max_errors, parse_prices
+    from schemas.settings import RunSettings, parse_deadline, parse_max_errors, parse_prices
 
     if restart and changed:
         raise UsageError("--restart computes all anew, and --changed does not. Give one of them")
@@ -156,6 +167,7 @@ def make_settings(
         retry_errors=retry_errors,
         dedup=not no_dedup,
         max_errors=parse_max_errors(max_errors),
+        due=parse_deadline(deadline, time.time()),
         prices=parse_prices(price or []),
         **options.input_settings(**shared),
     )

@@ -258,9 +258,9 @@ def _infer(
     placement = placement.for_chunks([planned.chunks[item["number"]] for item in left])
     show.phase(f"starting {count(placement.num_replicas, 'engine')}")
     own = start_of(settings, prepared.model, prepared.adapters, placement)
-    start = start_engine or (own if settings.through is None else ThroughStart.of(settings, placement))
+    start = start_engine or (own if settings.through is None else ThroughStart.of(settings, placement, prepared.run_id))
     scoreboard = progress.start_scoreboard()
-    watch = progress.Watch(planned.totals, scoreboard, show.progress)
+    watch = progress.Watch(planned.totals, scoreboard, show.progress, settings.due)
     with watch, show.drains(watch.draining):
         total = add([planned.settled, *(chunk.tally for chunk in done)])
         for chunk in done:

@@ -13,7 +13,7 @@ from schemas.failures import Busy, UsageError
 log = logging.getLogger("overnight.endings")
 
 # What stands in it of a manifest.
-_TOLD = ("run_id", "rows", "errors_by_reason", "usage", "cost", "timings_s")
+_TOLD = ("run_id", "rows", "errors_by_reason", "usage", "cost", "timings_s", "late_s")
 
 
 def write_end(output: str, error: BaseException | None, status: int, words: str | None) -> None:

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -26,12 +27,13 @@ from pipelines import machine, orphans
 from pipelines.adapters import Adapter, lora_arguments, resolve_adapters
 from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
+from pipelines.pacing import Targets
 from pipelines.translation import translate, translate_response
 from schemas.dialects import EngineEndpoint, engine_endpoint, in_words_of, to_engine
 from schemas.failures import EngineUnusable, Failure, NotBegun
 from schemas.limits import ModelLimits
 from schemas.replies import Reply, reply_to, to_json
-from schemas.requests import Answered, Chunk, Event, Failed, Lane, Request, Streamed, Timing
+from schemas.requests import Answered, Chunk, Event, Failed, Lane, Request, RunShare, Streamed, Timing
 from schemas.settings import EngineSettings
 
 log = logging.getLogger("overnight.engine")
@@ -53,6 +55,12 @@ class EngineState:
     num_running: int = 0
     num_waiting: int = 0
     kv_share: float = 0.0
+    # Of batch requests: sequences in it, as many as may be, and since it started: how often one was set aside for
+    # people, and tokens of answers that were computed for nothing then.
+    num_batch: int = 0
+    batch_budget: int = 0
+    num_set_aside: int = 0
+    num_lost_tokens: int = 0
 
 
 class Engine(Protocol):
@@ -80,6 +88,11 @@ class Engine(Protocol):
 
         From any thread.
         """
+        ...
+
+    def press(self, urgency: int) -> None:
+        """From now on its requests are so much more urgent than they say, to engines that other runs share. From any
+        thread."""
         ...
 
     @property
@@ -205,6 +218,9 @@ class VllmEngine:
 
         self.loop.call_soon_threadsafe(close_admission)
 
+    def press(self, urgency: int) -> None:
+        """Nothing: whose it is has it alone."""
+
     def restart(self) -> None:
         try:
             self._run(self._stop_processes())
@@ -233,6 +249,7 @@ class VllmEngine:
                 "seed": settings.seed,
             },
             settings.batch_share,
+            _targets(settings),
         )
         _assert_limits(limits, self._llm.model_config)
         models = await handlers.serve_models(self._llm, model.path, limits, adapters)
@@ -354,7 +371,7 @@ class VllmEngine:
         # vLLM's models refuse beside beams what our search honours; the contract's rules have had their say.
         uses_beams = body.pop("use_beam_search", False)
         asked = request_class.model_validate(body).model_copy(update={"use_beam_search": uses_beams})
-        call = Call(lane, asked.priority if priority is None else priority, asked)
+        call = Call(lane, asked.priority if priority is None else priority, asked, request.share or RunShare(""))
         CALL.set(call)
         result = await handle(asked)
         if isinstance(result, ErrorResponse):
@@ -373,7 +390,16 @@ class VllmEngine:
         llm = self._llm
         if llm is None:
             return EngineState()
-        return EngineState(llm.admission.num_running, llm.admission.num_waiting, llm.kv_use.share)
+        admission = llm.admission
+        return EngineState(
+            admission.num_running,
+            admission.num_waiting,
+            llm.steps.kv_share,
+            admission.num_batch,
+            admission.batch_budget,
+            admission.num_set_aside,
+            llm.lost_tokens,
+        )
 
     async def ask(self) -> EngineState:
         self._raise_if_dead()
@@ -440,6 +466,14 @@ class _Refused(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+def _targets(settings: EngineSettings) -> Targets | None:
+    """What people are to have; None where nothing is said of it."""
+    if settings.first_token_ms is None and settings.inter_token_ms is None:
+        return None
+    first, between = settings.first_token_ms or math.inf, settings.inter_token_ms or math.inf
+    return Targets(first / 1000, between / 1000)
 
 
 def _until(request: Request, body: Mapping[str, Any], deadline: float | None) -> float | None:

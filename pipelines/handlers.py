@@ -1,10 +1,13 @@
 """vLLM's serving handlers, with what they lack put in: admission before the engine, and a beam search that honours
 the request. Bodies, log-probabilities, tool calls and usage stay vLLM's. Imported once an engine starts."""
 
+import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -17,18 +20,21 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines import beam_rows
 from pipelines.adapters import Adapter
-from pipelines.admission import Admission, Ask
+from pipelines.admission import Admission
 from pipelines.beam import Hypothesis
 from pipelines.constraints import strict, tool_parser
+from pipelines.pacing import Pacer, Targets
 from pipelines.translation import GivenUp
+from pipelines.waiting import Ask, Place
 from schemas.dialects import EngineEndpoint
 from schemas.limits import ModelLimits
-from schemas.requests import Lane
+from schemas.requests import Lane, RunShare
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +44,7 @@ class Call:
     lane: Lane
     priority: int
     request: Any
+    share: RunShare
     # Longest wait for room of its prompts, in seconds.
     waited_s: float = 0.0
     # By prompt: what a beam search found, and how many tokens it took.
@@ -53,15 +60,23 @@ class Call:
 CALL: ContextVar[Call] = ContextVar("call")
 
 
-class KvUse(StatLoggerBase):  # type: ignore[misc]  # vLLM's classes have no types here
-    """How much of the KV cache is in use, by the engine's own count after each step."""
+class Steps(StatLoggerBase):  # type: ignore[misc]  # vLLM's classes have no types here
+    """What the engine says after each step."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.share = 0.0
+        # Of the KV cache, in use.
+        self.kv_share = 0.0
+        # To be told how long a step took; None: nothing was in the engine before it.
+        self.tell: Callable[[float | None], None] = lambda _: None
+        self._ended: float | None = None
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        if scheduler_stats is not None:
-            self.share = scheduler_stats.kv_cache_usage
+        if scheduler_stats is None:
+            return
+        self.kv_share = scheduler_stats.kv_cache_usage
+        now, before = monotonic(), self._ended
+        self._ended = now if scheduler_stats.num_running_reqs else None
+        self.tell(None if before is None else now - before)
 
     def log_engine_initialized(self) -> None:
         pass
@@ -71,7 +86,11 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
     """vLLM's engine client, entered through an admission."""
 
     admission: Admission
-    kv_use: KvUse
+    steps: Steps
+    # Whether batch requests give way to people.
+    paced: bool
+    # Answers' tokens that were computed for nothing, since their requests were set aside.
+    lost_tokens: int = 0
 
     def __del__(self) -> None:
         """Nothing. Whoever started it shuts it down; vLLM's own finalizer does so again at exit, when the modules that
@@ -84,13 +103,55 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         others["priority"] = call.priority
         kind = _kind(sampling_params.logprob_token_ids, sampling_params.logprobs)
         lora = others.get("lora_request")
-        async with self.room(call, prompt, sampling_params, sampling_params.n, kind, lora) as observe:
-            output = None
+        asked = monotonic()
+        if call.lane == "batch" and self.paced:
+            yield await self._compute(call, prompt, sampling_params, request_id, kind, others)
+            return
+        async with self.room(call, prompt, sampling_params, sampling_params.n, kind, lora) as place:
+            output, streams = None, sampling_params.output_kind != RequestOutputKind.FINAL_ONLY
             async with aclosing(super().generate(prompt, sampling_params, request_id, **others)) as outputs:
                 async for output in outputs:
+                    if streams:
+                        self.admission.began(place, monotonic() - asked)
+                        streams = False
                     yield output
             for choice in output.outputs if output is not None else ():
-                observe(len(choice.token_ids))
+                place.observe(len(choice.token_ids))
+
+    async def _compute(
+        self, call: Call, prompt: Any, params: SamplingParams, request_id: str, kind: str | None, others: dict[str, Any]
+    ) -> Any:
+        """The last output of a batch request, which may be set aside any number of times before. It doesn't stream:
+        nobody has seen anything of an answer that is given up and begun anew."""
+        again: Place | None = None
+        for attempt in itertools.count():
+            name = f"{request_id}-{attempt}" if attempt else request_id
+            has_begun = partial(self._has_begun, name)
+            async with self.room(
+                call, prompt, params, params.n, kind, others.get("lora_request"), has_begun, again
+            ) as place:
+                async with aclosing(super().generate(prompt, params, name, **others)) as outputs:
+                    output, num_lost = await _last(outputs, place.set_aside, partial(self._num_done, name))
+                if output is not None:
+                    for choice in output.outputs:
+                        place.observe(len(choice.token_ids))
+                    return output
+            self.lost_tokens += num_lost
+            again = place
+
+    def _states(self, request_id: str) -> list[Any]:
+        """vLLM's states of a request's choices, for as long as they are in the engine."""
+        processor = self.output_processor
+        names = processor.external_req_ids.get(request_id, ())
+        return [state for name in names if (state := processor.request_states.get(name)) is not None]
+
+    def _has_begun(self, request_id: str) -> bool:
+        states = self._states(request_id)
+        return bool(states) and not any(state.is_prefilling for state in states)
+
+    def _num_done(self, request_id: str) -> int:
+        """Tokens that are computed of a request's answers."""
+        return sum(state.detokenizer.num_output_tokens() for state in self._states(request_id) if state.detokenizer)
 
     def sequence(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
@@ -101,23 +162,56 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
 
     @asynccontextmanager
     async def room(
-        self, call: Call, prompt: Any, params: SamplingParams, num_sequences: int, kind: str | None, lora_request: Any
-    ) -> AsyncIterator[Callable[[int], None]]:
+        self,
+        call: Call,
+        prompt: Any,
+        params: SamplingParams,
+        num_sequences: int,
+        kind: str | None,
+        lora_request: Any,
+        has_begun: Callable[[], bool] | None = None,
+        again: Place | None = None,
+    ) -> AsyncIterator[Place]:
         """Wait for room for one prompt's answers, and hold it."""
         ask = Ask(
             call.lane,
-            call.priority,
+            call.priority - call.share.urgency,
             num_sequences,
             prompt.get("prompt_token_ids") or (),
             params.max_tokens or 0,
             kind,
             # An adapter's KV cache is its own.
             salt=f"{lora_request.lora_name if lora_request else ''}\0{prompt.get('cache_salt') or ''}",
+            run=call.share.run,
+            due=call.share.due,
         )
         asked = monotonic()
-        async with self.admission.room(ask) as observe:
+        async with self.admission.room(ask, has_begun, again) as place:
             call.waited_s = max(call.waited_s, monotonic() - asked)
-            yield observe
+            yield place
+
+
+async def _last(
+    outputs: AsyncGenerator[Any, None], set_aside: asyncio.Event, count: Callable[[], int]
+) -> tuple[Any, int]:
+    """The last of a request's outputs; None where it was set aside before, and has left the engine, and what had been
+    counted until then."""
+
+    async def read() -> Any:
+        output = None
+        async for latest in outputs:
+            output = latest
+        return output
+
+    reading, leaving = asyncio.ensure_future(read()), asyncio.ensure_future(set_aside.wait())
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return (reading.result(), 0) if reading.done() else (None, count())
+    finally:
+        leaving.cancel()
+        # vLLM takes a request out of the engine when whoever waits for it goes away.
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _kind(logprob_token_ids: Any, num_logprobs: int | None) -> str | None:
@@ -154,10 +248,10 @@ class _Beams:
             prompt, sampling, params.beam_width, params.length_penalty, tokenizer, llm.model_config.max_logprobs, start
         )
         kind = _kind(sampling.allowed_token_ids, 0)
-        async with llm.room(call, prompt, sampling, params.beam_width, kind, lora_request) as observe:
+        async with llm.room(call, prompt, sampling, params.beam_width, kind, lora_request) as place:
             searched = await beam_rows.run(task)
             for hypothesis in searched.hypotheses:
-                observe(len(hypothesis.beam.tokens))
+                place.observe(len(hypothesis.beam.tokens))
         call.found[index] = searched.hypotheses
         call.search_tokens += searched.num_tokens
         yield searched.output
@@ -239,12 +333,21 @@ class Chats(_Beams, _Raising, OpenAIServingChat):  # type: ignore[misc]  # vLLM'
             call.metrics = build_per_request_timing_metrics(last.metrics, call.usage.completion_tokens)
 
 
-def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_share: float) -> AdmittedLLM:
-    """Start vLLM's engine process and wait until the model is loaded. To be called on the loop that it will live on."""
-    made: list[KvUse] = []
+def load(
+    model_path: str,
+    limits: ModelLimits,
+    arguments: dict[str, Any],
+    batch_share: float,
+    targets: Targets | None,
+) -> AdmittedLLM:
+    """Start vLLM's engine process and wait until the model is loaded. To be called on the loop that it will live on.
 
-    def make_logger(vllm_config: Any, engine_index: int = 0) -> KvUse:
-        made.append(KvUse(vllm_config, engine_index))
+    `targets`: what people are to have, and batch requests give way for; None: they don't.
+    """
+    made: list[Steps] = []
+
+    def make_logger(vllm_config: Any, engine_index: int = 0) -> Steps:
+        made.append(Steps(vllm_config, engine_index))
         return made[-1]
 
     llm: AdmittedLLM = AdmittedLLM.from_engine_args(
@@ -262,14 +365,20 @@ def load(model_path: str, limits: ModelLimits, arguments: dict[str, Any], batch_
         ),
         stat_loggers=[make_logger],
     )
-    llm.kv_use = made[0]
-    config = llm.vllm_config
-    block_size, num_slots = config.cache_config.block_size, config.scheduler_config.max_num_seqs
+    cache, scheduler = llm.vllm_config.cache_config, llm.vllm_config.scheduler_config
     # A few wait in the engine itself, so that a slot that falls free is taken by the next step.
-    num_ahead = max(1, num_slots // 16) if batch_share == 1 else 0
+    num_ahead = max(1, scheduler.max_num_seqs // 16) if batch_share == 1 and targets is None else 0
     llm.admission = Admission(
-        num_slots + num_ahead, config.cache_config.num_gpu_blocks * block_size, block_size, batch_share
+        scheduler.max_num_seqs + num_ahead,
+        cache.num_gpu_blocks * cache.block_size,
+        cache.block_size,
+        batch_share,
+        None if targets is None else Pacer(targets, scheduler.max_num_batched_tokens),
+        scheduler.long_prefill_token_threshold or scheduler.max_num_batched_tokens,
     )
+    llm.paced = targets is not None
+    llm.steps = made[0]
+    llm.steps.tell = llm.admission.stepped
     return llm
 
 

@@ -26,6 +26,8 @@ from schemas.settings import EngineSettings
 _GIB = 1 << 30
 # Logits, log-probabilities and a copy, in float32.
 _PROMPT_LOGITS_BYTES, _BYTES_PER_LOGIT = _GIB, 12
+# Where people wait for their tokens, one prompt has one in so many of a step's at most.
+_LONG_PROMPT = 8
 _CPU_INFO = Path("/proc/cpuinfo")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -166,6 +168,7 @@ def cpu_arguments(settings: EngineSettings, num_replicas: int, limits: ModelLimi
     dtype = Choice("dtype", settings.dtype, "as given, or the model's own")
     if settings.dtype == "auto" and not has_fast_bf16():
         dtype = Choice("dtype", "float32", "this CPU has no fast kernels for bf16")
+    step_tokens = _choose(settings, "max_num_batched_tokens", 4096, "prompts are computed many at a time")
     return [
         dtype,
         Choice(
@@ -175,20 +178,21 @@ def cpu_arguments(settings: EngineSettings, num_replicas: int, limits: ModelLimi
         ),
         _choose(settings, "block_size", 32, "the smallest on CPU; attention there is fastest with it"),
         _choose(settings, "max_num_seqs", 256, "wide steps use the cores best"),
-        _choose(settings, "max_num_batched_tokens", 4096, "prompts are computed many at a time"),
-        _choose_prompt_chunk(settings, limits),
+        step_tokens,
+        _choose_prompt_chunk(settings, limits, step_tokens.value),
         _choose(settings, "enforce_eager", True, "compiling takes a minute and gains little on a CPU"),
     ]
 
 
 def gpu_arguments(settings: EngineSettings, limits: ModelLimits) -> list[Choice]:
     """Engine arguments for a replica on GPUs: vLLM's own choices for throughput."""
+    step_tokens = _choose(settings, "max_num_batched_tokens", 16384, "prompts are computed many at a time")
     return [
         Choice("dtype", settings.dtype, "as given, or the model's own"),
         _choose(settings, "gpu_memory_utilization", 0.92, "vLLM's default; a replica has its GPUs for itself"),
         _choose(settings, "max_num_seqs", 1024, "nobody waits for a single row"),
-        _choose(settings, "max_num_batched_tokens", 16384, "prompts are computed many at a time"),
-        _choose_prompt_chunk(settings, limits),
+        step_tokens,
+        _choose_prompt_chunk(settings, limits, step_tokens.value),
         _choose(settings, "enforce_eager", False, "compiled graphs pay on a GPU"),
     ]
 
@@ -198,12 +202,14 @@ def _choose(settings: EngineSettings, name: str, value: Any, reason: str) -> Cho
     return Choice(name, value, reason) if given is None else Choice(name, given, "as given")
 
 
-def _choose_prompt_chunk(settings: EngineSettings, limits: ModelLimits) -> Choice:
+def _choose_prompt_chunk(settings: EngineSettings, limits: ModelLimits, num_step_tokens: int) -> Choice:
     """Most tokens of one prompt in a step. A request for its log-probabilities holds logits of each, sorted and not."""
     most = min(limits.context_length, max(32, _PROMPT_LOGITS_BYTES // (_BYTES_PER_LOGIT * limits.vocab_size)))
     reason = (
         f"a prompt's log-probabilities over {limits.vocab_size:,} tokens then take {_PROMPT_LOGITS_BYTES / _GIB:g} GiB"
     )
+    if (settings.first_token_ms or settings.inter_token_ms) and (shared := num_step_tokens // _LONG_PROMPT) < most:
+        most, reason = shared, "a long prompt leaves room in a step for people's tokens"
     return _choose(settings, "long_prefill_token_threshold", most, reason)
 
 

@@ -43,6 +43,8 @@ class Summary:
     # Seconds from the first submitted request to the last staged row.
     infer_s: float = 0.0
     total_s: float = 0.0
+    # By how many seconds it missed when it had to be done; below zero: those that it had to spare.
+    late_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -72,6 +74,7 @@ def summarise(
         num_replicas=num_replicas,
         infer_s=max((c.ended for c in new), default=0.0) - min((c.started for c in new), default=0.0),
         total_s=time.time() - began,
+        late_s=None if settings.due is None else time.time() - settings.due,
     )
     if settings.prices is not None:
         summary.cost = cost_of(summary.now, settings.prices, num_replicas * summary.infer_s / 3600)
@@ -152,6 +155,7 @@ def make_manifest(
         "cost": summary.cost,
         "replicas": summary.num_replicas,
         "timings_s": {"infer": round(summary.infer_s, 3), "total": round(summary.total_s, 3)},
+        "late_s": None if summary.late_s is None else round(summary.late_s, 1),
         "files": published.files,
     }
 

@@ -69,8 +69,28 @@ class EngineMeters:
         self._running = metrics.Gauge("overnight_engine_running", "Sequences in the engine.")
         self._waiting = metrics.Gauge("overnight_engine_waiting", "Prompts that wait before the engine.")
         self._kv = metrics.Gauge("overnight_engine_kv_share", "Share of the KV cache in use.")
+        self._batch = metrics.Gauge("overnight_engine_batch", "Sequences of batch requests in the engine.")
+        self._budget = metrics.Gauge(
+            "overnight_engine_batch_budget", "Batch sequences, or tokens of them in a step, that may be."
+        )
+        self._set_aside = metrics.Counter(
+            "overnight_engine_set_aside", "Batch requests that left the engine for people."
+        )
+        self._lost = metrics.Counter("overnight_engine_lost_tokens", "Tokens of answers that were given up for people.")
+        self._shown = EngineState()
 
     def show(self, state: EngineState) -> None:
         self._running.set(state.num_running)
         self._waiting.set(state.num_waiting)
         self._kv.set(state.kv_share)
+        self._batch.set(state.num_batch)
+        self._budget.set(state.batch_budget)
+        _raise(self._set_aside, self._shown.num_set_aside, state.num_set_aside)
+        _raise(self._lost, self._shown.num_lost_tokens, state.num_lost_tokens)
+        self._shown = state
+
+
+def _raise(counter: metrics.Counter, before: int, now: int) -> None:
+    # An engine that was started again begins at nothing.
+    if (number := now - (before if now >= before else 0)) > 0:
+        counter.inc(number)

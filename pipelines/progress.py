@@ -33,6 +33,9 @@ FLUSH_S = 2.2
 # Sent by a watch to the thread that it watches for, and to nobody else.
 _GIVE_UP = signal.SIGUSR2
 _FLUSH_LOOK_S = 0.1
+# A run's urgency follows its pace this often, and is to leave such a share of the time that it takes to spare.
+PRESS_S = 10.0
+_SPARE = 0.1
 # Tokens per second are those of the last minute.
 _RATE_S = 60.0
 
@@ -60,6 +63,8 @@ class Orders:
 
     is_draining: bool = False
     is_flushing: bool = False
+    # By how much the run's requests are more urgent than they say.
+    urgency: int = 0
 
 
 class Scoreboard:
@@ -79,6 +84,10 @@ class Scoreboard:
     def drain(self) -> None:
         """Tell the replicas, at their next report, to begin nothing more."""
         self._orders = replace(self._orders, is_draining=True)
+
+    def press(self, urgency: int) -> None:
+        """Tell the replicas, at their next report, how urgent the run is."""
+        self._orders = replace(self._orders, urgency=urgency)
 
     def flush(self) -> bool:
         """Tell the replicas, at their next report, to make durable what they have finished; whether all have."""
@@ -121,6 +130,8 @@ class Progress:
     work_before: float = 0.0
     # Answer tokens of the last minute's finished rows.
     tokens_per_s: float = 0.0
+    # When the run must be done, by `time.time()`.
+    due: float | None = None
 
     @property
     def total_rows(self) -> int:
@@ -134,6 +145,14 @@ class Progress:
         if self.done.num_done < max(10, self.total_rows // 50) or work_now <= 0 or not self.elapsed_s:
             return None
         return self.elapsed_s / work_now * max(0.0, self.totals.work - self.done.work)
+
+    @property
+    def late_s(self) -> float | None:
+        """Seconds by which the run will be late, at this pace; below zero: those that it has to spare. None where it
+        isn't due, or that can't be told yet."""
+        if self.due is None or (remaining_s := self.remaining_s) is None:
+            return None
+        return time.time() + remaining_s - self.due
 
 
 class Show(Protocol):
@@ -164,7 +183,12 @@ class Watch:
     Where no replica is up when the run is to drain, nobody would hear it: the block is left with Interrupted.
     """
 
-    def __init__(self, totals: Totals, scoreboard: Any, show: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, totals: Totals, scoreboard: Any, show: Callable[[Progress], None], due: float | None = None
+    ) -> None:
+        """`due`: when the run must be done, by `time.time()`; its urgency rises while it would be late."""
+        self._due = due
+        self._urgency, self._pressed = 0, 0.0
         self._totals = totals
         self._scoreboard = scoreboard
         self._show = show
@@ -242,9 +266,23 @@ class Watch:
                     if not reports and _GIVE_UP in self._before:
                         # What waits for the cluster doesn't look at anything else.
                         signal.pthread_kill(threading.main_thread().ident or 0, _GIVE_UP)
-                self._show(self.look(reports))
+                now = self.look(reports)
+                self._press(now)
+                self._show(now)
             except Exception:  # progress must never fail a run; the next second tells
                 log.debug("no progress to tell", exc_info=True)
+
+    def _press(self, now: Progress) -> None:
+        """Raise the run's urgency bit by bit while it would be late, and lower it while it has time to spare."""
+        late_s, remaining_s = now.late_s, now.remaining_s
+        if late_s is None or remaining_s is None or time.monotonic() - self._pressed < PRESS_S:
+            return
+        spare = _SPARE * remaining_s
+        urgency = self._urgency + (late_s > -spare) - (late_s < -3 * spare)
+        self._pressed = time.monotonic()
+        if urgency >= 0 and urgency != self._urgency:
+            self._urgency = urgency
+            self._scoreboard.press.remote(urgency)
 
     def look(self, reports: dict[str, ReplicaReport]) -> Progress:
         """How far the run is, by what its replicas report now."""
@@ -252,7 +290,9 @@ class Watch:
         if reports and self._started is None:
             self._started, self._work_before = now, self._finished.work
         self.num_replicas_up = len(reports) or self.num_replicas_up
-        progress = Progress(self._totals, num_replicas_up=self.num_replicas_up, work_before=self._work_before)
+        progress = Progress(
+            self._totals, num_replicas_up=self.num_replicas_up, work_before=self._work_before, due=self._due
+        )
         with self._lock:
             progress.done.add(self._finished)
             for report in reports.values():
@@ -356,6 +396,8 @@ def describe(now: Progress) -> dict[str, Any]:
         "tokens_per_s": round(now.tokens_per_s, 1),
         "elapsed_s": round(now.elapsed_s, 1),
         "remaining_s": None if now.remaining_s is None else round(now.remaining_s, 1),
+        "due": now.due,
+        "late_s": None if now.late_s is None else round(now.late_s, 1),
         "replicas": now.num_replicas_up,
         "oldest_in_flight": [{"row": row, "age_s": round(age, 1)} for row, age in now.oldest],
         "stalled": [{"row": row, "age_s": round(age, 1)} for row, age in now.stalled],

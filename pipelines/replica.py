@@ -77,6 +77,8 @@ class OpenWork:
         self.closed = threading.Event()
         # Set when nothing more is to be begun.
         self.draining = threading.Event()
+        # By how much the run's requests are more urgent than they say.
+        self.urgency = 0
         self._has_flushed = False
 
     def begin(self, chunk: int, done: Tally, staging: "Staging | None" = None) -> None:
@@ -123,6 +125,7 @@ class OpenWork:
         orders = ray.get(scoreboard.report.remote(name, self.report()), timeout=_REPORT_LIMIT_S)
         if orders.is_draining:
             self.draining.set()
+        self.urgency = orders.urgency
         if orders.is_flushing and not self._has_flushed:
             self._has_flushed = True
             self._flush()
@@ -420,6 +423,7 @@ class Replica:
     ) -> tuple["Future[Any]", Sent]:
         sent = Sent(rows, self._num_restarts, time.monotonic(), num_deaths)
         row = rows[0]
+        self._engine.press(self._open.urgency)
         future = self._engine.submit(Request(row["id"], row["endpoint"], row["request"]), lane="batch")
         self._open.submitted(future, sent)
         future.add_done_callback(done.put)

@@ -69,7 +69,8 @@ def build(settings: ServeSettings, start: Callable[[], Engine] | None = None) ->
         "users": _find_users(settings),
     }
     bounds = settings.bounds
-    max_ongoing = bounds.max_ongoing_requests or placed.rows_in_flight
+    # Half of them may be a run's, and fill the engine with others waiting before it.
+    max_ongoing = bounds.max_ongoing_requests or 2 * placed.rows_in_flight
     most_replicas = placed.num_replicas
     if isinstance(settings.replicas, Autoscaling):
         most_replicas = settings.replicas.max_replicas
@@ -99,7 +100,12 @@ def build(settings: ServeSettings, start: Callable[[], Engine] | None = None) ->
         graceful_shutdown_timeout_s=settings.drain_s,
         ray_actor_options={"num_cpus": 0, **({"runtime_env": {"env_vars": sent}} if sent else {})},
     )
-    return ingress.bind(settings.model_copy(update=found), engine.bind(start), max_ongoing, max_in_flight)
+    return ingress.bind(
+        settings.model_copy(update=found),
+        engine.bind(start, max(1, max_ongoing // 2), bounds.most_urgency),
+        max_ongoing,
+        max_in_flight,
+    )
 
 
 def _find_users(settings: ServeSettings) -> SecretStr | None:

@@ -7,15 +7,16 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipelines.engine import LATE, Engine, EngineState
 from pipelines.meters import EngineMeters
 from pipelines.relay import relay
 from schemas.failures import EngineUnusable, Failure
-from schemas.requests import Answered, Event, Failed, Lane, Request, Streamed
+from schemas.requests import Answered, Event, Failed, Lane, Request, RunShare, Streamed
 
 log = logging.getLogger("overnight.serve")
 
@@ -25,6 +26,7 @@ DIED = Failure(503, "engine_died", "the engine died with this request in it; ano
 _GONE = Failed(DIED)
 NOT_READY = Failure(503, "not_ready", "no engine is up yet. Come back in some seconds")
 FULL = Failure(503, "overloaded", "as many requests wait as may. Come back in some seconds")
+_FULL = Failed(FULL)
 _BROKEN = Failure(500, "internal_error", "the server failed on this request")
 
 # The engine keeps deadlines itself; a request that hasn't reached it by then is ended here, so much later.
@@ -35,13 +37,18 @@ _SHOW_S = 1.0
 _LOOK_S, _LOOK_SOON_S, _LOOK_AGAIN_S = 10.0, 0.5, 0.1
 _UNSURE_S = 60.0
 _ASK_S = 10.0
+# A run that was told to come back does so within this time.
+_HEARD_S = 5.0
 
 
 class ServedEngine:
     """A replica: one engine, on the loop of its own, behind Serve's."""
 
-    def __init__(self, start: Callable[[], Engine]) -> None:
+    def __init__(self, start: Callable[[], Engine], most_batch: int, most_urgency: int = 0) -> None:
+        """`most_batch`: batch requests that may be here at a time, of all runs together; `most_urgency`: by how much a
+        run may raise its priorities."""
         self._engine = start()
+        self._runs = _Runs(most_batch, most_urgency)
         self._meters = EngineMeters()
         self._showing = asyncio.run_coroutine_threadsafe(self._keep_showing(), self._engine.loop)
 
@@ -49,8 +56,24 @@ class ServedEngine:
         self, request: Request, lane: Lane, priority: int | None, deadline: float | None
     ) -> AsyncGenerator[Event, None]:
         """The events of one request. A dead engine is told as a Failed, so that a client is answered at once; Serve
-        learns of it by `check_health`."""
+        learns of it by `check_health`. A batch request for which its run has no place is told to come back."""
+        if lane == "batch":
+            share = self._runs.enter(request.share or RunShare(""))
+            if share is None:
+                yield _FULL
+                return
+            request = replace(request, share=share)
+        try:
+            async with contextlib.aclosing(self._answer(request, lane, priority, deadline)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if lane == "batch" and request.share is not None:
+                self._runs.left(request.share)
 
+    async def _answer(
+        self, request: Request, lane: Lane, priority: int | None, deadline: float | None
+    ) -> AsyncGenerator[Event, None]:
         def make() -> AsyncGenerator[Event, None]:
             # The protocol says iterator; engines are generators, and end when they are closed.
             return self._engine.generate(request, lane=lane, priority=priority, deadline=deadline)  # type: ignore[return-value]
@@ -82,6 +105,31 @@ class ServedEngine:
         """Called by Serve once all requests are answered, or the time for it is over."""
         self._showing.cancel()
         self._engine.close()
+
+
+class _Runs:
+    """Who of several runs may have how many requests in one replica: equal parts, so that none keeps the others out."""
+
+    def __init__(self, most: int, most_urgency: int) -> None:
+        self._most = most
+        self._most_urgency = most_urgency
+        self._num_here: Counter[str] = Counter()
+        # When each was heard of.
+        self._heard: dict[str, float] = {}
+
+    def enter(self, share: RunShare) -> RunShare | None:
+        """Let one more request of a run in, which is counted until `left`, and as urgent as it may be; None where the
+        run has as many as it may have."""
+        now, run = time.monotonic(), share.run
+        self._heard[run] = now
+        self._heard = {one: at for one, at in self._heard.items() if self._num_here[one] or now - at < _HEARD_S}
+        if self._num_here[run] >= max(1, self._most // len(self._heard)):
+            return None
+        self._num_here[run] += 1
+        return replace(share, urgency=min(share.urgency, self._most_urgency))
+
+    def left(self, share: RunShare) -> None:
+        self._num_here[share.run] -= 1
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """A run through an endpoint: its requests go to the engines of a Serve application that is up, in the batch lane.
 
-The engines are the endpoint's, and so are model, names and settings. People come first there: batch requests may fill
-the share of an engine that its `batch_share` says, and no more of them are sent than fit into it, so that Serve's own
+The engines are the endpoint's, and so are model, names and settings. People come first there: batch requests have what
+its admission leaves them, and no more of them are sent than half of what an engine takes at a time, so that Serve's own
 queue stays free for people. One of a run's replicas, which compute nothing themselves, is there for each engine.
 """
 
@@ -9,10 +9,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelines import traces
@@ -20,14 +21,14 @@ from pipelines.engine import Engine, EngineState
 from pipelines.placement import Placement
 from pipelines.served_engine import DEPLOYMENT, DIED, FULL, INGRESS, NOT_READY, RemoteEngine
 from schemas.failures import EngineUnusable, NotBegun, UsageError
-from schemas.requests import Answered, Event, Failed, Lane, Request
+from schemas.requests import Answered, Event, Failed, Lane, Request, RunShare
 from schemas.settings import EngineSettings, RunSettings
 
 # An endpoint whose engines are all away is waited for so long.
 _AWAY_S = 600.0
 _LOOK_S = 1.0
-# Of what an engine takes at a time a run has this much at most: the rest is for people, whatever `batch_share` says.
-_LARGEST_SHARE = 0.5
+# Of what an engine takes at a time runs have this much: the rest is for people.
+_SHARE = 0.5
 _ASK_S = 60.0
 # A cluster whose every core is taken is waited for so long.
 _TAKEN_S = 30.0
@@ -57,7 +58,6 @@ def adopt(settings: RunSettings) -> RunSettings:
 def place_through(settings: RunSettings) -> Placement:
     """As many replicas as the endpoint has engines, that take nothing of the cluster. Raises UsageError."""
     told = _ask(settings)
-    share = min(told["engine"].batch_share, _LARGEST_SHARE)
     return Placement(
         num_replicas=max(1, told["num_engines"]),
         is_fixed=True,
@@ -65,7 +65,7 @@ def place_through(settings: RunSettings) -> Placement:
         num_cpus=0,
         num_gpus=0,
         num_parts=1,
-        rows_in_flight=max(1, int(told["max_ongoing_requests"] * share)),
+        rows_in_flight=max(1, int(told["max_ongoing_requests"] * _SHARE)),
         environment=traces.environment(),
     )
 
@@ -132,23 +132,27 @@ class ThroughStart:
     app: str
     # Requests that one of the run's replicas may have there at a time.
     most: int
+    share: RunShare
 
     @classmethod
-    def of(cls, settings: RunSettings, placement: Placement) -> "ThroughStart":
-        return cls(_app_of(settings), placement.rows_in_flight)
+    def of(cls, settings: RunSettings, placement: Placement, run_id: str) -> "ThroughStart":
+        share = RunShare(run_id, math.inf if settings.due is None else settings.due)
+        return cls(_app_of(settings), placement.rows_in_flight, share)
 
     def __call__(self) -> Engine:
-        return ThroughEngine(self.app, self.most)
+        return ThroughEngine(self.app, self.most, self.share)
 
 
 class ThroughEngine:
     """The engines of an endpoint, as one: the verb of the seam, over Serve's handle."""
 
-    def __init__(self, app: str, most: int) -> None:
-        """`most`: requests that may be there at a time; others wait here."""
+    def __init__(self, app: str, most: int, share: RunShare) -> None:
+        """`most`: requests that may be there at a time; others wait here. `share`: what the engines are told of whose
+        they are."""
         from ray import serve
 
         self._app = app
+        self._share = share
         self._room = asyncio.Semaphore(most)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="through", daemon=True)
@@ -198,6 +202,7 @@ class ThroughEngine:
     ) -> AsyncGenerator[Event, None]:
         # What follows one another in a chunk shares its beginning: to the same engine, while that isn't crowded.
         affinity = f"run-{threading.get_native_id()}"
+        request = replace(request, share=self._share)
         return self._remote.generate(request, lane=lane, priority=priority, deadline=deadline, affinity=affinity)
 
     def submit(self, request: Request, *, lane: Lane) -> "concurrent.futures.Future[Answered | Failed]":
@@ -207,6 +212,9 @@ class ThroughEngine:
         *_, last = [event async for event in self.generate(request, lane=lane)]
         assert isinstance(last, Answered | Failed), "a batch request doesn't stream"
         return last
+
+    def press(self, urgency: int) -> None:
+        self._share = replace(self._share, urgency=urgency)
 
     def drain(self) -> None:
         """What has been sent finishes; what waits to be sent isn't."""

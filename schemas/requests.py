@@ -1,5 +1,6 @@
 """A request and what becomes of it: the records that pass through the engine's seam."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -16,12 +17,23 @@ Lane = Literal["batch", "online"]
 
 
 @dataclass(frozen=True, slots=True)
+class RunShare:
+    """The run that a request belongs to, for an engine that several share. `due`: when it must be done, by
+    `time.time()`. `urgency`: by how much its requests are more urgent than they say, since it is late."""
+
+    run: str
+    due: float = math.inf
+    urgency: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request. `body` is the original JSON text, so that nothing on the way can change it."""
 
     id: str
     endpoint: Endpoint
     body: str
+    share: RunShare | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Settings: frozen, with bounds, checked when made. The same names in flags, in the YAML file, in the environment."""
 
+import re
 from collections.abc import Mapping
+from datetime import datetime, time, timedelta
 from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -33,6 +35,10 @@ class EngineSettings(Settings):
     max_choices: int = Field(128, ge=1, description="Most choices (n) for a prompt.")
     max_beams: int = Field(32, ge=1, le=256, description="Widest beam search (n).")
     batch_share: float = Field(1.0, gt=0, le=1, description="Share of the engine that batch requests may fill.")
+    first_token_ms: int | None = Field(
+        None, ge=1, description="Batch requests give way so that people have a first token within so many ms."
+    )
+    inter_token_ms: int | None = Field(None, ge=1, description="The same of the time between two tokens.")
     tool_parser: str | None = Field(None, description="vLLM's parser of the model's tool calls, such as hermes.")
     reasoning_parser: str | None = Field(None, description="vLLM's parser of the model's thoughts, such as qwen3.")
     allow: tuple[Feature, ...] = Field((), description="What a request may bring: chat_template, prompt_embeds.")
@@ -93,6 +99,8 @@ class RunSettings(InputSettings):
     changed: bool = False
     # Whether rows that failed in an engine are tried again.
     retry_errors: bool = False
+    # When it must be done, in seconds since the epoch; it goes on past it. None: whenever it is.
+    due: float | None = None
     # None: nobody asks what it costs.
     prices: Prices | None = None
     # What the manifest is to say of the run beside: whose it is, say.
@@ -128,12 +136,15 @@ class Bounds(Settings):
         "X-Request-Timeout", pattern=r"^[A-Za-z][A-Za-z0-9-]{0,63}$", description="Header of a request's own, in s."
     )
     max_ongoing_requests: int | None = Field(
-        None, ge=1, description="Requests that an engine takes at a time; by default half more than its places."
+        None, ge=1, description="Requests that an engine takes at a time, half of them runs'; by default three a place."
     )
     max_queued_requests: int = Field(
         256, ge=1, description="Requests that may wait for an engine to take them; the next one is told to come back."
     )
     retry_after_s: int = Field(2, ge=1, description="When one that found the queue full is to come back.")
+    most_urgency: int = Field(
+        10, ge=0, description="By how much a run that would be late may raise its priority over other runs'."
+    )
     most_urgent_priority: int = Field(0, description="Most urgent priority of clients without a key; lower is earlier.")
     token_lifetime_s: int = Field(3600, ge=1, description="How long a bearer token of a user is good.")
     logins_per_minute: int = Field(
@@ -177,9 +188,8 @@ ROLES: Mapping[RoleName, Role] = MappingProxyType(
 )
 
 
-# How an engine that answers online differs: a quarter of its places is for batch requests, so that steps stay short for
-# those that somebody waits for.
-ONLINE: Mapping[str, Any] = MappingProxyType({"batch_share": 0.25})
+# How an engine that answers online differs: batch requests give way to those that somebody waits for.
+ONLINE: Mapping[str, Any] = MappingProxyType({"first_token_ms": 1000, "inter_token_ms": 200})
 
 
 class ServeSettings(Settings):
@@ -300,6 +310,27 @@ def parse_engine_settings(pairs: list[str], defaults: Mapping[str, Any] = Mappin
     if "allow" in values:
         values["allow"] = tuple(name.strip() for name in values["allow"].split(",") if name.strip())
     return _make(EngineSettings, values, "--engine", "setting")
+
+
+def parse_deadline(text: str | None, now: float) -> float | None:
+    """`06:00`, which is the next one by the machine's clock, or a date with a time, in seconds since the epoch. Raises
+    UsageError."""
+    if text is None:
+        return None
+    try:
+        if re.fullmatch(r"\d\d:\d\d", text):
+            today, at = datetime.fromtimestamp(now), time.fromisoformat(text)
+            moments = (datetime.combine(today + timedelta(days=days), at).timestamp() for days in (0, 1, 2))
+            return next(moment for moment in moments if moment > now)
+        moment = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"--deadline {text}: expected a time, such as 06:00, or a date with one, such as 2026-01-31T06:00"
+        ) from None
+    if len(text) <= len("2026-01-31") or moment <= now:
+        found = "has no time of day" if len(text) <= len("2026-01-31") else "is past"
+        raise UsageError(f"--deadline {text}: it {found}. Give a time that is to come, such as 06:00")
+    return moment
 
 
 def parse_max_errors(text: str | None) -> int | float | None:

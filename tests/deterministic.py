@@ -144,6 +144,9 @@ class DeterministicEngine:
 
         return asyncio.run_coroutine_threadsafe(last(), self.loop)
 
+    def press(self, urgency: int) -> None:
+        self.urgency = urgency
+
     def drain(self) -> None:
         self._is_draining = True
 

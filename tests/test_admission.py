@@ -2,24 +2,29 @@
 
 import asyncio
 import contextlib
+import math
 import random
 
 import pytest
 
-from pipelines.admission import OLDEST_EVERY, Admission, Ask
+from pipelines.admission import Admission
+from pipelines.pacing import Pacer, Targets
+from pipelines.waiting import OLDEST_EVERY, Ask
 from schemas.failures import NotBegun
 
 
-def ask(priority=0, *, lane="batch", sequences=1, prompt=(), max_tokens=1, kind=None, salt=""):
-    return Ask(lane, priority, sequences, list(prompt), max_tokens, kind, salt)
+def ask(priority=0, *, lane="batch", sequences=1, prompt=(), max_tokens=1, kind=None, salt="", **run):
+    return Ask(lane, priority, sequences, list(prompt), max_tokens, kind, salt, **run)
 
 
 class Door:
-    """Requests before an admission, by name; each leaves when told."""
+    """Requests before an admission, by name; each leaves when told, or when it is set aside, to ask again."""
 
     def __init__(self, admission):
         self.admission = admission
         self.entered = []
+        self.aside = []
+        self.computed = set()
         self.tasks = {}
         self.leave = {}
 
@@ -27,9 +32,19 @@ class Door:
         leave = self.leave[name] = asyncio.Event()
 
         async def stay():
-            async with self.admission.room(asked):
-                self.entered.append(name)
-                await leave.wait()
+            place = None
+            while place is None or place.set_aside.is_set():
+                async with self.admission.room(asked, lambda: name in self.computed, place) as place:
+                    self.entered.append(name)
+                    gone = [asyncio.create_task(event.wait()) for event in (leave, place.set_aside)]
+                    try:
+                        await asyncio.wait(gone, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        for task in gone:
+                            task.cancel()
+                if leave.is_set():
+                    return
+                self.aside.append(name)
 
         self.tasks[name] = asyncio.create_task(stay())
         await settle()
@@ -51,8 +66,8 @@ async def settle():
 
 
 @contextlib.asynccontextmanager
-async def door(sequences=2, tokens=10_000, block_size=4, batch_share=1.0):
-    opened = Door(Admission(sequences, tokens, block_size, batch_share))
+async def door(sequences=2, tokens=10_000, block_size=4, batch_share=1.0, pacer=None):
+    opened = Door(Admission(sequences, tokens, block_size, batch_share, pacer, 512))
     yield opened
     await opened.close()
     admission = opened.admission
@@ -183,6 +198,146 @@ def test_one_who_leaves_while_waiting_holds_nothing_and_blocks_nobody():
     asyncio.run(check())
 
 
+def test_runs_at_one_priority_go_by_when_they_must_be_done():
+    async def check():
+        async with door(sequences=1) as at:
+            await at.send("running", ask())
+            for name, priority, due in (
+                ("never", 0, math.inf),
+                ("late", 0, 9.0),
+                ("soon", 0, 5.0),
+                ("urgent", -1, 99.0),
+            ):
+                await at.send(name, ask(priority, run=name, due=due))
+            for name in ("running", "urgent", "soon", "late"):
+                await at.done(name)
+            assert at.entered == ["running", "urgent", "soon", "late", "never"]
+
+    asyncio.run(check())
+
+
+def test_runs_that_are_equal_share_evenly_by_tokens():
+    async def check():
+        async with door(sequences=1, tokens=100_000) as at:
+            await at.send("running", ask())
+            at.admission._observe(10)
+            for number in range(40):
+                await at.send(("long", number), ask(run="long", prompt=range(number * 100, number * 100 + 30)))
+            for number in range(120):
+                await at.send(
+                    ("short", number), ask(run="short", prompt=range(9_000 + number * 20, 9_009 + number * 20))
+                )
+            await at.done("running")
+            while len(at.entered) < 60:
+                await at.done(at.entered[-1])
+            runs = [name[0] for name in at.entered[1:]]
+            # 31 tokens each against 10: three short ones for a long one, and neither waits for the other's end.
+            assert runs.count("short") / runs.count("long") == pytest.approx(3.1, rel=0.15)
+
+    asyncio.run(check())
+
+
+def test_people_who_find_no_room_set_the_youngest_of_the_least_urgent_aside():
+    async def check():
+        async with door(sequences=4, pacer=Pacer(Targets(1, 1), 4096)) as at:
+            for name, priority in (("old", 5), ("urgent", 0), ("young", 5), ("youngest", 5)):
+                at.computed.add(name)
+                await at.send(name, ask(priority))
+            await at.send("waits", ask(5))
+            for number in range(2):
+                await at.send(f"person{number}", ask(9, lane="online"))
+            assert at.aside == ["youngest", "young"] and at.entered[4:] == ["person0", "person1"]
+            assert at.admission.num_set_aside == 2
+            # They come in again before what is as urgent and younger; nothing comes in before a person who waits.
+            await at.done("person0", "person1")
+            assert at.entered[6:] == ["young", "youngest"]
+            await at.send("many", ask(9, lane="online", sequences=4))
+            assert at.entered[8:] == ["many"] and len(at.aside) == 6
+
+    asyncio.run(check())
+
+
+def test_nobody_is_set_aside_where_that_wouldnt_do():
+    async def check():
+        async with door(sequences=4, pacer=Pacer(Targets(1, 1), 4096)) as at:
+            await at.send("person", ask(lane="online", sequences=2))
+            await at.send("batch", ask())
+            await at.send("many", ask(lane="online", sequences=3))
+            assert at.entered == ["person", "batch"] and not at.aside
+            # The room that is there is kept for who waits.
+            await at.send("another", ask())
+            assert "another" not in at.entered
+            await at.done("person")
+            assert at.entered[2:] == ["many"]
+            await at.done("many")
+            assert at.entered[3:] == ["another"]
+
+    asyncio.run(check())
+
+
+def test_another_kind_is_set_aside_too():
+    async def check():
+        async with door(sequences=9, pacer=Pacer(Targets(1, 1), 4096)) as at:
+            for name, kind in (("top", "top"), ("none", None)):
+                at.computed.add(name)
+                await at.send(name, ask(kind=kind))
+            await at.send("person", ask(lane="online", kind="ids"))
+            assert at.entered == ["top", "none", "person"] and at.aside == ["top"]
+
+    asyncio.run(check())
+
+
+def test_a_step_has_prompts_of_batch_requests_by_its_budget():
+    async def check():
+        pacer = Pacer(Targets(1, 1), 4096)
+        pacer._budget = 100.0
+        async with door(sequences=256, pacer=pacer) as at:
+            for number in range(5):
+                await at.send(number, ask(prompt=range(number * 100, number * 100 + 40)))
+            assert at.entered == [0, 1]
+            at.computed.add(0)
+            at.admission.stepped(0.1)
+            await settle()
+            assert at.entered == [0, 1, 2]
+            # What is longer than all of it comes in alone.
+            at.computed |= set(range(5))
+            at.admission.stepped(0.1)
+            await settle()
+            await at.send("long", ask(prompt=range(5_000, 5_900)))
+            assert at.entered[3:] == [3, 4] and at.admission._num_in_steps == 3 + 2 * 40
+            at.admission.stepped(0.1)
+            await settle()
+            assert at.entered[5:] == ["long"]
+
+    asyncio.run(check())
+
+
+def test_more_batch_requests_than_the_budget_has_are_set_aside_bit_by_bit_beside_people():
+    async def check():
+        now = [0.0]
+        pacer = Pacer(Targets(1, 1), 4096, lambda: now[0])
+        async with door(sequences=256, pacer=pacer) as at:
+            for number in range(64):
+                at.computed.add(number)
+                await at.send(number, ask())
+                at.admission.stepped(None)
+            assert len(at.entered) == 64
+            for _ in range(20):
+                now[0] += 0.6
+                at.admission.stepped(2.0)
+            await settle()
+            # Nobody is there who would have anything of it.
+            assert pacer.budget == 32 and not at.aside
+            await at.send("person", ask(lane="online"))
+            for _ in range(60):
+                now[0] += 0.6
+                at.admission.stepped(0.03 * at.admission.num_batch)
+                await settle()
+            assert at.aside[0] == 63 and 10 < at.admission.num_batch <= 1.25 * 17
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_room_is_never_overdrawn_and_everybody_gets_in(seed):
     draw = random.Random(seed)  # noqa: S311
@@ -201,13 +356,13 @@ def test_room_is_never_overdrawn_and_everybody_gets_in(seed):
                 kind=draw.choice([None, None, "top", "ids"]),
             )
             await asyncio.sleep(draw.random() / 100)
-            async with admission.room(asked) as observe:
+            async with admission.room(asked) as place:
                 peak[0] = max(peak[0], admission.num_running)
                 batch = admission._in_use["batch"]
                 assert admission.num_running <= 8 and batch.num_sequences <= 4 and batch.num_tokens <= 100
                 assert len(admission._kinds) <= 1
                 await asyncio.sleep(draw.random() / 1000)
-                observe(draw.randint(1, asked.max_tokens))
+                place.observe(draw.randint(1, asked.max_tokens))
 
         visits = [asyncio.create_task(visit()) for _ in range(300)]
         for task in draw.sample(visits, 30):

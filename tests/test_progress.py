@@ -2,17 +2,20 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
+from jobs.console import describe as told_of
 from jobs.reports import print_status
 from pipelines import progress
-from pipelines.progress import Progress, ReplicaReport, Scoreboard, StatusFile, Watch
+from pipelines.progress import Progress, ReplicaReport, Scoreboard, StatusFile, Watch, describe
 from pipelines.replica import OpenWork, Sent
 from pipelines.storage import Folder
 from schemas.failures import UsageError
 from schemas.plans import Totals
 from schemas.requests import Tally
+from schemas.settings import parse_deadline
 from tests.conftest import Silence, write_lines
 
 
@@ -78,6 +81,75 @@ def test_what_was_done_before_a_run_was_broken_off_took_none_of_this_time(clock)
     told.look({"a": ReplicaReport({})})
     clock.now += 10
     assert told.look({"a": ReplicaReport({1: done(5, work=50.0)})}).remaining_s == 10
+
+
+def test_a_run_that_would_be_late_grows_more_urgent_and_one_with_time_to_spare_less(clock):
+    said = []
+
+    class Board:
+        class press:
+            remote = said.append
+
+    watching = Watch(Totals(num_rows=100, work=100.0), Board, lambda now: None, due=clock.time() + 100)
+    watching.look({"a": ReplicaReport()})
+
+    def work(seconds, rows):
+        clock.now += seconds
+        now = watching.look({"a": ReplicaReport({0: done(rows, work=float(rows))})})
+        watching._press(now)
+        return now
+
+    assert work(5, 1).late_s is None and not said
+    # 190 s would be left, and 85 are.
+    assert work(10, 15).late_s == pytest.approx(0, abs=1) and said == [1]
+    late = work(30, 20)
+    assert late.late_s == pytest.approx(45 / 20 * 80 - 55) and said == [1, 2]
+    assert describe(late)["late_s"] == 125.0 and "late by 2:05" in told_of(late)
+    # Often enough, but not with each look.
+    work(1, 20)
+    assert said == [1, 2]
+    for rows in (90, 92):
+        ahead = work(10, rows)
+    assert ahead.late_s < 0 and said == [1, 2, 1, 0] and "in time by 0:" in told_of(ahead)
+    work(10, 95)
+    assert said == [1, 2, 1, 0]
+
+
+NOW = datetime(2026, 1, 31, 22, 30).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("06:00", datetime(2026, 2, 1, 6)),
+        ("23:15", datetime(2026, 1, 31, 23, 15)),
+        ("22:30", datetime(2026, 2, 1, 22, 30)),
+        ("2026-02-03T04:05", datetime(2026, 2, 3, 4, 5)),
+        ("2026-02-03 04:05:06", datetime(2026, 2, 3, 4, 5, 6)),
+        ("2026-02-03T04:05+02:00", datetime(2026, 2, 3, 2, 5, tzinfo=UTC)),
+    ],
+)
+def test_a_deadline_is_the_next_such_time_or_a_date_with_one(text, moment):
+    assert parse_deadline(text, NOW) == moment.timestamp()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "6", "6:00", "25:00", "soon", "2026-02-03", "2026-01-31T22:00", "9999-99-99T00:00"]
+)
+def test_what_is_no_deadline_is_refused(text):
+    with pytest.raises(UsageError, match=r"^--deadline .*(expected|Give) a time"):
+        parse_deadline(text, NOW)
+
+
+def test_a_run_that_is_due_never_tells_neither(clock):
+    now = watch(num_rows=10, work=10.0).look({"a": ReplicaReport({0: done(10, work=10.0)})})
+    assert now.late_s is None and "late" not in told_of(now)
+
+
+def test_replicas_hear_how_urgent_their_run_is():
+    board = Scoreboard()
+    board.press(3)
+    assert board.report("a", ReplicaReport()).urgency == 3
 
 
 def test_tokens_per_second_are_those_of_the_last_minute(clock):

@@ -299,7 +299,7 @@ def test_settings_say_which_field_is_wrong():
             make_serve_settings({field: value})
         assert words in str(caught.value)
     assert make_serve_settings({"host": "::1"}).host == "::1"
-    # Whatever else is said of the engine, one that answers online keeps places free.
-    assert make_serve_settings({"engine": {"max_num_seqs": 8}}).engine.batch_share == 0.25
+    # Whatever else is said of the engine, batch requests give way in one that answers online.
+    assert make_serve_settings({"engine": {"max_num_seqs": 8}}).engine.first_token_ms == 1000
     assert make_serve_settings({"host": "0.0.0.0", "allow_unauthenticated": True})  # noqa: S104 - said aloud
     assert ServeSettings(replicas={"min_replicas": 1, "max_replicas": 2}).replicas == Autoscaling(max_replicas=2)
