@@ -55,10 +55,11 @@ class EngineState:
     num_running: int = 0
     num_waiting: int = 0
     kv_share: float = 0.0
-    # Of batch requests: sequences in it, as many as may be, and since it started: how often one was set aside for
-    # people, and tokens of answers that were computed for nothing then.
+    # Of batch requests: sequences in it, as many as may be, and those that its last step left out for people; and since
+    # it started: how often one was set aside for people, and tokens of answers that were computed for nothing then.
     num_batch: int = 0
     batch_budget: int = 0
+    num_left_out: int = 0
     num_set_aside: int = 0
     num_lost_tokens: int = 0
 
@@ -397,6 +398,7 @@ class VllmEngine:
             llm.steps.kv_share,
             admission.num_batch,
             admission.batch_budget,
+            llm.steps.num_left_out,
             admission.num_set_aside,
             llm.lost_tokens,
         )

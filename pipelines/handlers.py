@@ -20,7 +20,6 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -29,7 +28,8 @@ from pipelines.adapters import Adapter
 from pipelines.admission import Admission
 from pipelines.beam import Hypothesis
 from pipelines.constraints import strict, tool_parser
-from pipelines.pacing import Pacer, Targets
+from pipelines.pacing import Targets
+from pipelines.scheduler import rank, to_arguments
 from pipelines.translation import GivenUp
 from pipelines.waiting import Ask, Place
 from schemas.dialects import EngineEndpoint
@@ -66,17 +66,13 @@ class Steps(StatLoggerBase):  # type: ignore[misc]  # vLLM's classes have no typ
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         # Of the KV cache, in use.
         self.kv_share = 0.0
-        # To be told how long a step took; None: nothing was in the engine before it.
-        self.tell: Callable[[float | None], None] = lambda _: None
-        self._ended: float | None = None
+        # Sequences in the engine that the last step left out.
+        self.num_left_out = 0
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        if scheduler_stats is None:
-            return
-        self.kv_share = scheduler_stats.kv_cache_usage
-        now, before = monotonic(), self._ended
-        self._ended = now if scheduler_stats.num_running_reqs else None
-        self.tell(None if before is None else now - before)
+        if scheduler_stats is not None:
+            self.kv_share = scheduler_stats.kv_cache_usage
+            self.num_left_out = scheduler_stats.num_skipped_waiting_reqs
 
     def log_engine_initialized(self) -> None:
         pass
@@ -100,20 +96,16 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
     ) -> AsyncGenerator[Any, None]:
         call = CALL.get()
-        others["priority"] = call.priority
+        others["priority"] = rank(call.lane, call.priority)
         kind = _kind(sampling_params.logprob_token_ids, sampling_params.logprobs)
         lora = others.get("lora_request")
-        asked = monotonic()
         if call.lane == "batch" and self.paced:
             yield await self._compute(call, prompt, sampling_params, request_id, kind, others)
             return
         async with self.room(call, prompt, sampling_params, sampling_params.n, kind, lora) as place:
-            output, streams = None, sampling_params.output_kind != RequestOutputKind.FINAL_ONLY
+            output = None
             async with aclosing(super().generate(prompt, sampling_params, request_id, **others)) as outputs:
                 async for output in outputs:
-                    if streams:
-                        self.admission.began(place, monotonic() - asked)
-                        streams = False
                     yield output
             for choice in output.outputs if output is not None else ():
                 place.observe(len(choice.token_ids))
@@ -126,9 +118,8 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         again: Place | None = None
         for attempt in itertools.count():
             name = f"{request_id}-{attempt}" if attempt else request_id
-            has_begun = partial(self._has_begun, name)
             async with self.room(
-                call, prompt, params, params.n, kind, others.get("lora_request"), has_begun, again
+                call, prompt, params, params.n, kind, others.get("lora_request"), can_leave=True, again=again
             ) as place:
                 async with aclosing(super().generate(prompt, params, name, **others)) as outputs:
                     output, num_lost = await _last(outputs, place.set_aside, partial(self._num_done, name))
@@ -144,10 +135,6 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         processor = self.output_processor
         names = processor.external_req_ids.get(request_id, ())
         return [state for name in names if (state := processor.request_states.get(name)) is not None]
-
-    def _has_begun(self, request_id: str) -> bool:
-        states = self._states(request_id)
-        return bool(states) and not any(state.is_prefilling for state in states)
 
     def _num_done(self, request_id: str) -> int:
         """Tokens that are computed of a request's answers."""
@@ -169,7 +156,7 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         num_sequences: int,
         kind: str | None,
         lora_request: Any,
-        has_begun: Callable[[], bool] | None = None,
+        can_leave: bool = False,
         again: Place | None = None,
     ) -> AsyncIterator[Place]:
         """Wait for room for one prompt's answers, and hold it."""
@@ -186,7 +173,7 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
             due=call.share.due,
         )
         asked = monotonic()
-        async with self.admission.room(ask, has_begun, again) as place:
+        async with self.admission.room(ask, can_leave, again) as place:
             call.waited_s = max(call.waited_s, monotonic() - asked)
             yield place
 
@@ -241,8 +228,10 @@ class _Beams:
         sampling.update_from_generation_config(llm.input_processor.generation_config_fields, tokenizer.eos_token_id)
         sampling.update_from_tokenizer(tokenizer)
 
+        place_in_line = rank(call.lane, call.priority)
+
         def start(sequence: Any, of: SamplingParams, request_id: str) -> AsyncGenerator[Any, None]:
-            return llm.sequence(sequence, of, request_id, priority=call.priority, lora_request=lora_request)
+            return llm.sequence(sequence, of, request_id, priority=place_in_line, lora_request=lora_request)
 
         task = beam_rows.SearchTask(
             prompt, sampling, params.beam_width, params.length_penalty, tokenizer, llm.model_config.max_logprobs, start
@@ -361,6 +350,7 @@ def load(
             enable_prefix_caching=True,
             scheduling_policy="priority",
             enable_log_requests=False,
+            **({} if targets is None else to_arguments(targets)),
             **arguments,
         ),
         stat_loggers=[make_logger],
@@ -373,12 +363,10 @@ def load(
         cache.num_gpu_blocks * cache.block_size,
         cache.block_size,
         batch_share,
-        None if targets is None else Pacer(targets, scheduler.max_num_batched_tokens),
-        scheduler.long_prefill_token_threshold or scheduler.max_num_batched_tokens,
+        gives_way=targets is not None,
     )
     llm.paced = targets is not None
     llm.steps = made[0]
-    llm.steps.tell = llm.admission.stepped
     return llm
 
 

@@ -70,8 +70,9 @@ class EngineMeters:
         self._waiting = metrics.Gauge("overnight_engine_waiting", "Prompts that wait before the engine.")
         self._kv = metrics.Gauge("overnight_engine_kv_share", "Share of the KV cache in use.")
         self._batch = metrics.Gauge("overnight_engine_batch", "Sequences of batch requests in the engine.")
-        self._budget = metrics.Gauge(
-            "overnight_engine_batch_budget", "Batch sequences, or tokens of them in a step, that may be."
+        self._budget = metrics.Gauge("overnight_engine_batch_budget", "Batch sequences that may be in the engine.")
+        self._left_out = metrics.Gauge(
+            "overnight_engine_left_out", "Batch sequences that the engine's last step left out for people."
         )
         self._set_aside = metrics.Counter(
             "overnight_engine_set_aside", "Batch requests that left the engine for people."
@@ -85,6 +86,7 @@ class EngineMeters:
         self._kv.set(state.kv_share)
         self._batch.set(state.num_batch)
         self._budget.set(state.batch_budget)
+        self._left_out.set(state.num_left_out)
         _raise(self._set_aside, self._shown.num_set_aside, state.num_set_aside)
         _raise(self._lost, self._shown.num_lost_tokens, state.num_lost_tokens)
         self._shown = state

@@ -53,16 +53,15 @@ class Place:
     order: Order
     # To be told each answer's length, for the estimate.
     observe: Callable[[int], None]
-    # Whether its prompt is computed; None of one that can't be set aside.
-    has_begun: Callable[[], bool] | None
+    # Whether it can be set aside.
+    can_leave: bool
     block_keys: list[int]
     granted: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     # Set when a batch request is to leave, and to ask again.
     set_aside: asyncio.Event = field(default_factory=asyncio.Event)
-    # Held while in the engine; of the tokens, those of its KV cache, and those of its prompt that one step computes.
+    # Held while in the engine; tokens of its KV cache.
     num_sequences: int = 0
     num_tokens: int = 0
-    num_prompt_tokens: int = 0
 
 
 class _Turns:

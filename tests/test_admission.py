@@ -8,7 +8,6 @@ import random
 import pytest
 
 from pipelines.admission import Admission
-from pipelines.pacing import Pacer, Targets
 from pipelines.waiting import OLDEST_EVERY, Ask
 from schemas.failures import NotBegun
 
@@ -24,7 +23,6 @@ class Door:
         self.admission = admission
         self.entered = []
         self.aside = []
-        self.computed = set()
         self.tasks = {}
         self.leave = {}
 
@@ -34,7 +32,7 @@ class Door:
         async def stay():
             place = None
             while place is None or place.set_aside.is_set():
-                async with self.admission.room(asked, lambda: name in self.computed, place) as place:
+                async with self.admission.room(asked, can_leave=True, again=place) as place:
                     self.entered.append(name)
                     gone = [asyncio.create_task(event.wait()) for event in (leave, place.set_aside)]
                     try:
@@ -66,8 +64,8 @@ async def settle():
 
 
 @contextlib.asynccontextmanager
-async def door(sequences=2, tokens=10_000, block_size=4, batch_share=1.0, pacer=None):
-    opened = Door(Admission(sequences, tokens, block_size, batch_share, pacer, 512))
+async def door(sequences=2, tokens=10_000, block_size=4, batch_share=1.0, **more):
+    opened = Door(Admission(sequences, tokens, block_size, batch_share, **more))
     yield opened
     await opened.close()
     admission = opened.admission
@@ -239,9 +237,8 @@ def test_runs_that_are_equal_share_evenly_by_tokens():
 
 def test_people_who_find_no_room_set_the_youngest_of_the_least_urgent_aside():
     async def check():
-        async with door(sequences=4, pacer=Pacer(Targets(1, 1), 4096)) as at:
+        async with door(sequences=4, gives_way=True) as at:
             for name, priority in (("old", 5), ("urgent", 0), ("young", 5), ("youngest", 5)):
-                at.computed.add(name)
                 await at.send(name, ask(priority))
             await at.send("waits", ask(5))
             for number in range(2):
@@ -259,7 +256,7 @@ def test_people_who_find_no_room_set_the_youngest_of_the_least_urgent_aside():
 
 def test_nobody_is_set_aside_where_that_wouldnt_do():
     async def check():
-        async with door(sequences=4, pacer=Pacer(Targets(1, 1), 4096)) as at:
+        async with door(sequences=4, gives_way=True) as at:
             await at.send("person", ask(lane="online", sequences=2))
             await at.send("batch", ask())
             await at.send("many", ask(lane="online", sequences=3))
@@ -277,9 +274,8 @@ def test_nobody_is_set_aside_where_that_wouldnt_do():
 
 def test_another_kind_is_set_aside_too():
     async def check():
-        async with door(sequences=9, pacer=Pacer(Targets(1, 1), 4096)) as at:
+        async with door(sequences=9, gives_way=True) as at:
             for name, kind in (("top", "top"), ("none", None)):
-                at.computed.add(name)
                 await at.send(name, ask(kind=kind))
             await at.send("person", ask(lane="online", kind="ids"))
             assert at.entered == ["top", "none", "person"] and at.aside == ["top"]
@@ -287,53 +283,39 @@ def test_another_kind_is_set_aside_too():
     asyncio.run(check())
 
 
-def test_a_step_has_prompts_of_batch_requests_by_its_budget():
+def test_places_that_people_needed_lately_are_kept_free_for_a_while():
     async def check():
-        pacer = Pacer(Targets(1, 1), 4096)
-        pacer._budget = 100.0
-        async with door(sequences=256, pacer=pacer) as at:
-            for number in range(5):
-                await at.send(number, ask(prompt=range(number * 100, number * 100 + 40)))
-            assert at.entered == [0, 1]
-            at.computed.add(0)
-            at.admission.stepped(0.1)
-            await settle()
-            assert at.entered == [0, 1, 2]
-            # What is longer than all of it comes in alone.
-            at.computed |= set(range(5))
-            at.admission.stepped(0.1)
-            await settle()
-            await at.send("long", ask(prompt=range(5_000, 5_900)))
-            assert at.entered[3:] == [3, 4] and at.admission._num_in_steps == 3 + 2 * 40
-            at.admission.stepped(0.1)
-            await settle()
-            assert at.entered[5:] == ["long"]
+        now = [0.0]
+        async with door(sequences=64, gives_way=True, clock=lambda: now[0]) as at:
+            for number in range(80):
+                await at.send(number, ask())
+            assert at.admission.num_batch == at.admission.batch_budget == 64
+            for number in range(4):
+                await at.send(f"person{number}", ask(lane="online"))
+            assert len(at.aside) == 4 and at.admission.batch_budget == 60
+            await at.done(*(f"person{number}" for number in range(4)))
+            # A person who comes next finds room at once.
+            assert at.admission.batch_budget == 60 and at.admission.num_batch == 60
+            await at.send("next", ask(lane="online"))
+            assert len(at.aside) == 4
+            await at.done("next")
+            now[0] += 300
+            await at.done(at.entered[0])
+            assert at.admission.num_batch == at.admission.batch_budget == 64
 
     asyncio.run(check())
 
 
-def test_more_batch_requests_than_the_budget_has_are_set_aside_bit_by_bit_beside_people():
+def test_what_a_crowd_needed_is_kept_free_in_part_alone():
     async def check():
-        now = [0.0]
-        pacer = Pacer(Targets(1, 1), 4096, lambda: now[0])
-        async with door(sequences=256, pacer=pacer) as at:
-            for number in range(64):
-                at.computed.add(number)
+        async with door(sequences=64, gives_way=True) as at:
+            for number in range(48):
+                await at.send(f"person{number}", ask(lane="online"))
+            for number in range(80):
                 await at.send(number, ask())
-                at.admission.stepped(None)
-            assert len(at.entered) == 64
-            for _ in range(20):
-                now[0] += 0.6
-                at.admission.stepped(2.0)
-            await settle()
-            # Nobody is there who would have anything of it.
-            assert pacer.budget == 32 and not at.aside
-            await at.send("person", ask(lane="online"))
-            for _ in range(60):
-                now[0] += 0.6
-                at.admission.stepped(0.03 * at.admission.num_batch)
-                await settle()
-            assert at.aside[0] == 63 and 10 < at.admission.num_batch <= 1.25 * 17
+            assert at.admission.num_batch == 16
+            await at.done(*(f"person{number}" for number in range(48)))
+            assert at.admission.num_batch == 64 - 8
 
     asyncio.run(check())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 
 import pytest
 
@@ -14,9 +15,14 @@ SLOTS, NUM_ROWS = 4, 10
 
 
 @pytest.fixture(scope="module")
-def engine():
-    settings = EngineSettings(max_num_seqs=SLOTS, first_token_ms=20_000, kv_cache_gib=0.5)
-    engine = VllmEngine.start(resolve(None), (), settings)
+def engine(tmp_path_factory):
+    settings = EngineSettings(
+        max_num_seqs=SLOTS, first_token_ms=20_000, inter_token_ms=10_000, kv_cache_gib=0.5, dtype="float32"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Core claims of its own: the shared engine holds all cores.
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("claims")))
+        engine = VllmEngine.start(resolve(None), (), settings)
     yield engine
     engine.close()
 

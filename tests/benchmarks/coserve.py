@@ -1,18 +1,19 @@
 """What a batch and people have of one engine: beside one another, and each alone.
 
-One engine of 64 places; nothing but its admission differs between the sides, which are measured one after the other in
-one run, each from when its batch is in full swing:
+An engine of 64 places; what is measured is measured one side after the other in one run, each from when its batch is in
+full swing:
 
-- (a) people alone: a stream of 32 tokens each, which arrive by chance (Poisson) at a third of the rate that would fill
+- (a) people alone: a stream of 48 tokens each, which arrive by chance (Poisson) at a third of the rate that would fill
   the engine; the same arrivals in all sides;
 - (b) a batch alone, which has the whole engine; answers of 24 to 72 tokens, always more than there is room for;
-- (c) both with our admission, for each of three targets: a first token within 2, 4 and 8 steps of (b), and tokens half
-  of that apart;
+- (c) both as an endpoint has them, for each of three targets: a first token within 2, 4 and 8 steps of (b), and tokens
+  half of that apart. The targets are set when an engine starts: each has one of its own;
 - (d) both with vLLM's own priorities alone: everything is in vLLM's queue, people first;
 - (e) both with a fixed cap on the batch's sequences, several of them. For each target the cap is taken that gives most
   tokens of those that keep it, which is what somebody might find by hand.
 
-Tokens are those that the engine says it has made, without those of answers that were given up. Then 64 people at once
+People's prompts and answers are as long as the batch's on average, or a token of theirs would be more work. Tokens are
+those of answers that the engine says it has made, without those of answers that were given up. Then 64 people at once
 come into a running batch of 256 rows: each is to be answered once, and as it is without them.
 """
 
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,20 +36,23 @@ sys.path[0] = str(ROOT)
 
 from pipelines.admission import Admission  # noqa: E402 - found below the root
 from pipelines.engine import VllmEngine  # noqa: E402 - found below the root
-from pipelines.pacing import Pacer, Targets  # noqa: E402 - found below the root
+from pipelines.model import resolve  # noqa: E402 - found below the root
+from pipelines.pacing import Targets  # noqa: E402 - found below the root
 from schemas.requests import Chunk, Failed, Request  # noqa: E402 - found below the root
 from schemas.settings import EngineSettings  # noqa: E402 - found below the root
 from tests.benchmarks.report import Figure, report  # noqa: E402 - found below the root
 from tests.benchmarks.sides.work import WORDS  # noqa: E402 - found below the root
 
-_STREAM_TOKENS = 32
+_STREAM_TOKENS = 48
 _ANSWERS = (24, 72)
 PLACES = 64
 # Of the engine's tokens: what people ask for.
 _LOAD = 1 / 3
 STEPS = (2, 4, 8)
 CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-_BURST, _BURST_BATCH = 64, 256
+_BURST, _BURST_BATCH, _BURST_STEPS = 64, 256, 4
+# A batch is in full swing after so long.
+_WARM_S = 20
 
 
 @dataclass
@@ -65,6 +69,10 @@ class Seen:
     def kept(self, targets: Targets) -> float:
         """The share of first tokens that came in time."""
         return sum(seconds <= targets.first_token_s for seconds in self.first_s) / len(self.first_s)
+
+    def flowing(self, targets: Targets) -> float:
+        """The share of further tokens that did."""
+        return sum(seconds <= targets.inter_token_s for seconds in self.between_s) / len(self.between_s)
 
     def told(self) -> str:
         people = "".join(
@@ -93,7 +101,13 @@ class Bench:
         self._steps: list[float] = []
         record = self._llm.steps.record
 
+        ended = time.perf_counter()
+
         def count(scheduler_stats: Any, iteration_stats: Any = None, *more: Any, **others: Any) -> None:
+            nonlocal ended
+            now = time.perf_counter()
+            self._steps.append(now - ended)
+            ended = now
             if iteration_stats is not None:
                 self._tokens += iteration_stats.num_generation_tokens
             record(scheduler_stats, iteration_stats, *more, **others)
@@ -101,31 +115,22 @@ class Bench:
         self._llm.steps.record = count
 
     @contextmanager
-    def admitting(self, share: float = 1.0, targets: Targets | None = None, is_open: bool = False) -> Iterator[None]:
+    def admitting(self, share: float = 1.0, is_open: bool = False) -> Iterator[None]:
         """Another admission for the time of the block. `is_open`: one that holds nothing back."""
         cache, scheduler = self._config.cache_config, self._config.scheduler_config
         size = cache.num_gpu_blocks * cache.block_size
         places = (10**9, 10**12) if is_open else (scheduler.max_num_seqs, size)
-        pacer = None if targets is None else Pacer(targets, scheduler.max_num_batched_tokens)
-        made = Admission(*places, cache.block_size, share, pacer, scheduler.long_prefill_token_threshold)
-        kept = (self._llm.admission, self._llm.paced, self._llm.steps.tell)
-        self._llm.admission, self._llm.paced = made, targets is not None
-        self._llm.lost_tokens = 0
-
-        def tell(seconds: float | None) -> None:
-            if seconds is not None:
-                self._steps.append(seconds)
-            made.stepped(seconds)
-
-        self._llm.steps.tell = tell
+        kept = self._llm.admission
+        self._llm.admission = Admission(*places, cache.block_size, share)
         try:
             yield
         finally:
-            self._llm.admission, self._llm.paced, self._llm.steps.tell = kept
+            self._llm.admission = kept
 
     async def measure(self, rate: float, has_batch: bool) -> Seen:
         """`rate`: people a second."""
         seen = Seen()
+        aside = self._llm.admission.num_set_aside
         arrivals = random.Random(11)  # noqa: S311 - work to repeat, not a secret
         people: list[asyncio.Task[None]] = []
         async with self._batch() if has_batch else _nothing():
@@ -143,12 +148,12 @@ class Bench:
             seen.lost_share = given_up / made
             seen.steps_s = list(self._steps)
             await asyncio.gather(*people)
-        seen.num_set_aside = self._llm.admission.num_set_aside
+        seen.num_set_aside = self._llm.admission.num_set_aside - aside
         return seen
 
     async def _person(self, number: int, seen: Seen) -> None:
         draw = random.Random(f"person {number}")  # noqa: S311
-        body = _body(draw, f"{time.time_ns()} {number}", _STREAM_TOKENS, 24, 48) | {"stream": True}
+        body = _body(draw, f"{time.time_ns()} {number}", _STREAM_TOKENS, 16, 64) | {"stream": True}
         last = time.perf_counter()
         is_first = True
         async for event in self.engine.generate(Request("p", "/v1/completions", json.dumps(body)), lane="online"):
@@ -177,6 +182,9 @@ class Bench:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.engine.loop).result()
+
     async def row(self, body: dict[str, Any]) -> str:
         request = Request("b", "/v1/completions", json.dumps(body | {"priority": 10}))
         *_, last = [event async for event in self.engine.generate(request, lane="batch")]
@@ -188,13 +196,14 @@ class Bench:
         """People who come at once in the middle of a batch, and the batch's answers in order."""
         draw = random.Random(5)  # noqa: S311
         bodies = [_body(draw, str(number), draw.randint(*_ANSWERS), 16, 64) for number in range(_BURST_BATCH)]
+        aside = self._llm.admission.num_set_aside
         rows = [asyncio.create_task(self.row(body)) for body in bodies]
         await asyncio.sleep(self.warm_s / 2)
         seen = Seen(steps_s=[0.0])
         assert not all(row.done() for row in rows), "the batch was over before the burst came"
         await asyncio.gather(*(self._person(number, seen) for number in range(num_people)))
         answers = await asyncio.gather(*rows)
-        seen.num_set_aside = self._llm.admission.num_set_aside
+        seen.num_set_aside = self._llm.admission.num_set_aside - aside
         return seen, list(answers)
 
 
@@ -208,27 +217,55 @@ def _body(draw: random.Random, name: str, max_tokens: int, fewest: int, most: in
     return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
 
 
-async def side(bench: Bench, rate: float, has_batch: bool, name: str, **admission: Any) -> Seen:
-    with bench.admitting(**admission):
-        seen = await bench.measure(rate, has_batch)
+def side(bench: Bench, rate: float, has_batch: bool, name: str, **admission: Any) -> Seen:
+    with bench.admitting(**admission) if admission else nullcontext():
+        seen = bench.run(bench.measure(rate, has_batch))
     print(f"{name}: {seen.told()}", file=sys.stderr, flush=True)
     return seen
 
 
-async def round_of(bench: Bench) -> dict[str, Any]:
+@contextmanager
+def started(seconds: float, targets: Targets | None = None) -> Iterator[Bench]:
+    """An engine of its own for some of the sides; `targets`: one of an endpoint."""
+    milliseconds = {}
+    if targets is not None:
+        milliseconds["first_token_ms"] = round(targets.first_token_s * 1000)
+        milliseconds["inter_token_ms"] = round(targets.inter_token_s * 1000)
+    engine = VllmEngine.start(resolve(None), (), EngineSettings(max_num_seqs=PLACES, **milliseconds))
+    try:
+        yield Bench(engine, seconds, _WARM_S)
+    finally:
+        engine.close()
+
+
+def round_of(seconds: float, steps: tuple[int, ...] = STEPS, caps: tuple[float, ...] = CAPS) -> dict[str, Any]:
     """All sides once."""
-    batch = await side(bench, 0, True, "(b) batch alone")
-    rate = batch.tokens_per_s * _LOAD / _STREAM_TOKENS
-    step = statistics.median(batch.steps_s)
-    print(f"people: {rate:.1f} a second; a step of (b): {step * 1000:.0f} ms", file=sys.stderr)
-    people = await side(bench, rate, False, "(a) people alone")
-    ours = {}
-    for number in STEPS:
+    with started(seconds) as bench:
+        batch = side(bench, 0, True, "(b) batch alone")
+        rate = batch.tokens_per_s * _LOAD / _STREAM_TOKENS
+        step = statistics.median(batch.steps_s)
+        print(f"people: {rate:.1f} a second; a step of (b): {step * 1000:.0f} ms", file=sys.stderr)
+        people = side(bench, rate, False, "(a) people alone")
+        plain = side(bench, rate, True, "(d) both, vLLM's priorities", is_open=True)
+        capped = {cap: side(bench, rate, True, f"(e) both, cap {cap:.3f}", share=cap) for cap in caps}
+    ours, burst = {}, None
+    for number in steps:
         targets = Targets(number * step, number * step / 2)
-        ours[number] = (targets, await side(bench, rate, True, f"(c) both, {number} steps", targets=targets))
-    plain = await side(bench, rate, True, "(d) both, vLLM's priorities", is_open=True)
-    capped = {cap: await side(bench, rate, True, f"(e) both, cap {cap:.3f}", share=cap) for cap in CAPS}
-    return {"people": people, "batch": batch, "ours": ours, "plain": plain, "capped": capped}
+        with started(seconds, targets) as bench:
+            seen = side(bench, rate, True, f"(c) both, {number} steps")
+            ours[number] = (targets, seen)
+            print(f"  in time: {seen.kept(targets):.4f}, {seen.flowing(targets):.4f}", file=sys.stderr)
+            if number == _BURST_STEPS:
+                burst = burst_of(bench)
+    return {"people": people, "batch": batch, "ours": ours, "plain": plain, "capped": capped, "burst": burst}
+
+
+def burst_of(bench: Bench) -> tuple[Seen, int]:
+    """The burst, and how many of the batch's answers are those that it has without."""
+    people, texts = bench.run(bench.burst(_BURST))
+    print(f"burst of {_BURST}: {people.told()}", file=sys.stderr)
+    _, alone = bench.run(bench.burst(0))
+    return people, sum(one == other for one, other in zip(texts, alone, strict=True))
 
 
 def _best(capped: dict[float, Seen], targets: Targets) -> Seen:
@@ -250,6 +287,7 @@ def figures_of(rounds: list[dict[str, Any]]) -> list[Figure]:
             Figure(f"{name}: tokens, (c)/(b)", speed, [one["batch"].tokens_per_s for one in rounds], 0.92, "tokens/s"),
             Figure(f"{name}: tokens, (c)/(e)", speed, [seen.tokens_per_s for seen in best], 0.97, "tokens/s"),
             Figure(f"{name}: first tokens in time", [seen.kept(targets) for targets, seen in ours], [], 0.99, ""),
+            Figure(f"{name}: tokens in time", [seen.flowing(targets) for targets, seen in ours], [], 0.99, ""),
             Figure(f"{name}: the same of (e)", kept_by_cap, [], None, ""),
             Figure(
                 f"{name}: first token p99, (d)/(c)",
@@ -264,6 +302,12 @@ def figures_of(rounds: list[dict[str, Any]]) -> list[Figure]:
                 mine = [_quantile(getattr(seen, of), percent) for _, seen in ours]
                 alone = [_quantile(getattr(one["people"], of), percent) for one in rounds]
                 figures.append(Figure(f"{name}: {what} p{percent}, (c)/(a)", mine, alone, None, "s"))
+    bursts = [one["burst"] for one in rounds]
+    figures += [
+        Figure("burst: rows set aside", [float(people.num_set_aside) for people, _ in bursts], [], None, "rows"),
+        Figure("burst: first token p99", [_quantile(people.first_s, 99) for people, _ in bursts], [], None, "s"),
+        Figure("burst: rows answered as without it", [float(same) for _, same in bursts], [], _BURST_BATCH, "rows"),
+    ]
     return figures
 
 
@@ -303,36 +347,11 @@ def main(
     seconds: Annotated[float, typer.Option(help="How long each side is measured.")] = 60,
 ) -> None:
     """Times of people and tokens of a batch in one engine, by our admission, by vLLM's priorities and by fixed caps."""
-    from pipelines.model import resolve
-
-    engine = VllmEngine.start(resolve(None), (), EngineSettings(max_num_seqs=PLACES))
-    try:
-        bench = Bench(engine, 20 if quick else seconds, 20)
-        seen = [_run(engine, round_of(bench)) for _ in range(1 if quick else rounds)]
-        figures = figures_of(seen)
-        step = statistics.median(seen[-1]["batch"].steps_s)
-        answers = []
-        for number in (_BURST, 0):
-            with bench.admitting(targets=Targets(4 * step, 2 * step)):
-                people, texts = _run(engine, bench.burst(number))
-            answers.append(texts)
-            if number:
-                print(f"burst of {_BURST}: {people.told()}", file=sys.stderr)
-                figures += [
-                    Figure("burst: rows set aside", [float(people.num_set_aside)], [], None, "rows"),
-                    Figure("burst: first token p99", [_quantile(people.first_s, 99)], [], None, "s"),
-                ]
-        same = sum(one == other for one, other in zip(*answers, strict=True))
-        figures.append(Figure("burst: rows answered as without it", [float(same)], [], _BURST_BATCH, "rows"))
-    finally:
-        engine.close()
+    seen = [round_of(20 if quick else seconds) for _ in range(1 if quick else rounds)]
+    figures = figures_of(seen)
     report(figures, json_file)
     if chart is not None:
         draw(seen, chart)
-
-
-def _run(engine: VllmEngine, work: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, engine.loop).result()
 
 
 if __name__ == "__main__":
