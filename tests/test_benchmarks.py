@@ -2,12 +2,15 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from pipelines.engine import Engine
 from tests.benchmarks import report
 from tests.benchmarks.sides import Run, interleave, run_batch, work
+from tests.benchmarks.sides.watched import Watched
 
 FIGURES = [
     report.Figure("speed", [30.0, 10.0, 20.0], [5.0, 10.0, 20.0], aim=1.5, unit="rows/s"),
@@ -19,6 +22,12 @@ def test_the_same_work_is_made_again():
     assert work.make_requests(20) == work.make_requests(20)
     assert work.make_shared_prefixes(40) == work.make_shared_prefixes(40)
     assert len({body["prompt"] for body in work.make_requests(20)}) == 20
+
+
+def test_a_watched_engine_is_an_engine(tmp_path):
+    names = {name for name in vars(Engine) if not name.startswith("_")}
+    inner = SimpleNamespace(**dict.fromkeys(names, len))
+    assert "submit" in names and all(hasattr(Watched(inner, str(tmp_path)), name) for name in names)
 
 
 def test_chats_ask_what_the_completions_ask():

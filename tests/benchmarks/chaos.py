@@ -39,7 +39,7 @@ Kind = Literal["real", "test"]
 PAUSES: dict[str, tuple[float, float]] = {"real": (5.0, 45.0), "test": (0.5, 12.0)}
 NUM_ROWS: dict[str, int] = {"real": 400, "test": 2_000}
 REPLICA, ENGINE = "ray::MapWorker(MapBatches(Replica))", ("VLLM::EngineCor", "VLLM::Worker")
-ENGINE = EngineSettings(cores=1, dtype="float32", kv_cache_gib=1)
+SETTINGS = EngineSettings(cores=1, dtype="float32", kv_cache_gib=1)
 # What differs from run to run though nothing is wrong.
 PASSING = {"created", "queue_ms", "first_token_ms", "total_ms", "replica", "attempt", "attempts", "cached_tokens"}
 
@@ -60,7 +60,7 @@ def make_start(kind: Kind, folder: str) -> WatchedStart:
     from pipelines.engine import EngineStart
     from tests.deterministic import Starts
 
-    return WatchedStart(Starts() if kind == "test" else EngineStart(None, (), ENGINE, 2, 1), folder)
+    return WatchedStart(Starts() if kind == "test" else EngineStart(None, (), SETTINGS, 2, 1), folder)
 
 
 def drive(kind: Kind, path: str, output: str, folder: str) -> None:
@@ -68,7 +68,7 @@ def drive(kind: Kind, path: str, output: str, folder: str) -> None:
     from pipelines import batch
     from schemas.settings import RunSettings
 
-    batch.run(RunSettings(inputs=(path,), output=output, engine=ENGINE), Silence(), make_start(kind, folder))
+    batch.run(RunSettings(inputs=(path,), output=output, engine=SETTINGS), Silence(), make_start(kind, folder))
 
 
 def find(names: tuple[str, ...]) -> list[psutil.Process]:

@@ -18,7 +18,9 @@ class Watched:
     def __init__(self, engine: Any, folder: str) -> None:
         self._engine = engine
         self._stream = (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1)
-        self.restart, self.drain, self.close = engine.restart, engine.drain, engine.close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def submit(self, request: Any, *, lane: Any) -> "Future[Any]":
         came = time.time()
