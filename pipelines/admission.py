@@ -32,10 +32,43 @@ _WEIGHT, _MARGIN = 0.05, 1.25
 
 @dataclass(slots=True)
 class _Usage:
-    """What is in the engine of one lane."""
+    """Sequences, and tokens of the cache."""
 
     num_sequences: int = 0
     num_tokens: int = 0
+
+
+class _Held:
+    """What is in the engine: sequences, tokens that nobody shares, and blocks of prompts, each once however many hold
+    it, for as long as one of them does."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: Counter[int] = Counter()
+        self._num_own = 0
+        self.num_sequences = 0
+
+    def add(self, place: Place) -> None:
+        self.num_sequences += place.num_sequences
+        self._num_own += place.num_own_tokens
+        self._blocks.update(place.held_keys)
+
+    def remove(self, place: Place) -> None:
+        self.num_sequences -= place.num_sequences
+        self._num_own -= place.num_own_tokens
+        _remove(self._blocks, place.held_keys)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_own + len(self._blocks) * self._block_size
+
+    def num_new(self, place: Place) -> int:
+        """Tokens by which it grows with a request."""
+        return place.num_own_tokens + self._block_size * sum(key not in self._blocks for key in place.held_keys)
+
+    def num_freed(self, place: Place) -> int:
+        """Tokens by which it shrinks without one that is in it."""
+        return place.num_own_tokens + self._block_size * sum(self._blocks[key] == 1 for key in place.held_keys)
 
 
 class _Peak:
@@ -47,7 +80,7 @@ class _Peak:
         self._at = clock()
         self._sequences = self._tokens = 0.0
 
-    def above(self, now: _Usage) -> _Usage:
+    def above(self, now: _Held) -> _Usage:
         """How much more it was than now."""
         at = self._clock()
         faded = 0.5 ** ((at - self._at) / _REMEMBERED_S)
@@ -79,10 +112,10 @@ class Admission:
         self._gives_way = gives_way
         self._peak = _Peak(self._whole, clock)
         self._block_size = block_size
-        self._in_use: dict[Lane, _Usage] = {"online": _Usage(), "batch": _Usage()}
+        self._all = _Held(block_size)
+        self._in_use: dict[Lane, _Held] = {"online": _Held(block_size), "batch": _Held(block_size)}
         self._queues: dict[Lane, LaneQueue] = {"online": LaneQueue(), "batch": LaneQueue()}
         self._batch_places: set[Place] = set()
-        self._blocks: Counter[int] = Counter()
         self._kinds: Counter[str] = Counter()
         self._expected = float(_FIRST_GUESS)
         self._is_closed = False
@@ -130,7 +163,7 @@ class Admission:
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
-        return sum(usage.num_sequences for usage in self._in_use.values())
+        return self._all.num_sequences
 
     @property
     def num_batch(self) -> int:
@@ -157,23 +190,25 @@ class Admission:
         ask, mine = place.ask, self._in_use[place.ask.lane]
         most = self._batch if ask.lane == "batch" else self._whole
         place.num_sequences = min(ask.num_sequences, most.num_sequences)
-        # What is larger than all there is comes in when nothing else is: the engine itself says whether it can.
-        place.num_tokens = min(self._num_tokens(place), most.num_tokens)
+        tail = len(ask.prompt_token_ids) % self._block_size
+        place.num_own_tokens, place.held_keys = place.num_sequences * (tail + self._answer(ask)), place.block_keys
+        if self._all.num_new(place) > most.num_tokens:
+            # What is larger than all there is comes in when nothing else is: the engine itself says whether it can.
+            place.num_own_tokens, place.held_keys = most.num_tokens, []
         free = self._most_of_batch() if ask.lane == "batch" else most
         # One is let in, whatever people have had.
         is_first = mine.num_sequences == 0
         fits = (
             (is_first or mine.num_sequences + place.num_sequences <= free.num_sequences)
-            and (is_first or mine.num_tokens + place.num_tokens <= free.num_tokens)
+            and (is_first or mine.num_tokens + mine.num_new(place) <= free.num_tokens)
             and self.num_running + place.num_sequences <= self._whole.num_sequences
-            and self._num_held + place.num_tokens <= self._whole.num_tokens
+            and self._all.num_tokens + self._all.num_new(place) <= self._whole.num_tokens
             and not (ask.kind is not None and any(kind != ask.kind for kind in self._kinds))
         )
         if not fits:
             return False
-        mine.num_sequences += place.num_sequences
-        mine.num_tokens += place.num_tokens
-        self._blocks.update(place.block_keys)
+        mine.add(place)
+        self._all.add(place)
         if ask.kind is not None:
             self._kinds[ask.kind] += 1
         if ask.lane == "batch":
@@ -204,7 +239,7 @@ class Admission:
         leaving = [place for place in self._batch_places if place.set_aside.is_set()]
         self._set_aside(
             person.num_sequences + self.num_running - self._whole.num_sequences - _sum_sequences(leaving),
-            person.num_tokens + self._num_held - self._whole.num_tokens - _sum_tokens(leaving),
+            self._all.num_new(person) + self._all.num_tokens - self._whole.num_tokens - self._sum_freed(leaving),
         )
 
     def _set_aside(self, num_sequences: int, num_tokens: int) -> None:
@@ -213,12 +248,12 @@ class Admission:
         if num_sequences <= 0 and num_tokens <= 0:
             return
         staying = [place for place in self._batch_places if place.can_leave and not place.set_aside.is_set()]
-        if num_sequences > _sum_sequences(staying) or num_tokens > _sum_tokens(staying):
+        if num_sequences > _sum_sequences(staying) or num_tokens > self._sum_freed(staying):
             return
         for place in sorted(staying, key=lambda place: place.order, reverse=True):
             if num_sequences <= 0 and num_tokens <= 0:
                 return
-            num_sequences, num_tokens = num_sequences - place.num_sequences, num_tokens - place.num_tokens
+            num_sequences, num_tokens = num_sequences - place.num_sequences, num_tokens - self._all.num_freed(place)
             self._send_away(place)
 
     def _send_away(self, place: Place) -> None:
@@ -227,23 +262,13 @@ class Admission:
             self.num_set_aside += 1
 
     def _leave(self, place: Place) -> None:
-        mine = self._in_use[place.ask.lane]
-        mine.num_sequences -= place.num_sequences
-        mine.num_tokens -= place.num_tokens
+        self._in_use[place.ask.lane].remove(place)
+        self._all.remove(place)
         self._batch_places.discard(place)
-        _remove(self._blocks, place.block_keys)
         _remove(self._kinds, [place.ask.kind] if place.ask.kind is not None else [])
 
-    @property
-    def _num_held(self) -> int:
-        return sum(usage.num_tokens for usage in self._in_use.values())
-
-    def _num_tokens(self, place: Place) -> int:
-        """KV tokens that a request is expected to need, beside those that others in the engine hold already."""
-        ask = place.ask
-        num_new = sum(key not in self._blocks for key in place.block_keys) * self._block_size
-        tail = len(ask.prompt_token_ids) % self._block_size
-        return num_new + place.num_sequences * (tail + self._answer(ask))
+    def _sum_freed(self, places: Iterable[Place]) -> int:
+        return sum(self._all.num_freed(place) for place in places)
 
     def _answer(self, ask: Ask) -> int:
         """Tokens that one answer is expected to have."""
@@ -263,10 +288,6 @@ class Admission:
 
 def _sum_sequences(places: Iterable[Place]) -> int:
     return sum(place.num_sequences for place in places)
-
-
-def _sum_tokens(places: Iterable[Place]) -> int:
-    return sum(place.num_tokens for place in places)
 
 
 def _remove(counter: "Counter[T]", keys: Iterable[T]) -> None:

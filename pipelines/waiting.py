@@ -61,7 +61,8 @@ class Place:
     set_aside: asyncio.Event = field(default_factory=asyncio.Event)
     # Held while in the engine; tokens of its KV cache.
     num_sequences: int = 0
-    num_tokens: int = 0
+    num_own_tokens: int = 0
+    held_keys: list[int] = field(default_factory=list)
 
 
 class _Turns:

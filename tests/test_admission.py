@@ -70,7 +70,7 @@ async def door(sequences=2, tokens=10_000, block_size=4, batch_share=1.0, **more
     await opened.close()
     admission = opened.admission
     assert (admission.num_running, admission.num_waiting) == (0, 0)
-    assert not admission._blocks and not admission._kinds
+    assert admission._all.num_tokens == 0 and not admission._kinds
     assert all(usage.num_tokens == 0 for usage in admission._in_use.values())
 
 
@@ -123,6 +123,20 @@ def test_a_prompt_that_is_in_the_engine_already_takes_no_room_again():
             await at.send("same beginning", ask(prompt=[*range(80), 1], max_tokens=5))
             await at.send("salted", ask(prompt=range(80), max_tokens=5, salt="x"))
             assert at.entered == ["a", "same beginning"]
+
+    asyncio.run(check())
+
+
+def test_a_prompt_stays_counted_while_anybody_has_it():
+    async def check():
+        async with door(sequences=100, tokens=100) as at:
+            await at.send("a", ask(prompt=range(80), max_tokens=5))
+            await at.send("same beginning", ask(prompt=[*range(80), 1], max_tokens=5))
+            await at.done("a")
+            await at.send("other", ask(prompt=range(100, 180), max_tokens=5))
+            assert at.entered == ["a", "same beginning"]
+            await at.done("same beginning")
+            assert at.entered == ["a", "same beginning", "other"]
 
     asyncio.run(check())
 
