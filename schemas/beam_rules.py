@@ -11,6 +11,8 @@ from schemas.rules import Body, Judge, Rule, max_tokens_of, refuse, show
 
 # The engine tells the log-probabilities of so many given tokens.
 MAX_ALLOWED = 128
+# Powers of a length that, and by which a sum of log-probabilities, a number can hold whatever the length.
+MAX_LENGTH_PENALTY = 16
 
 # What it doesn't honour, why, and the values that ask for nothing.
 _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -49,6 +51,9 @@ def _check(body: Body, endpoint: Endpoint, judge: Judge) -> Failure | None:
         if bias > 0:
             message = f"found {show(bias)}; a search can't know when it is over if tokens are lifted"
             return _refuse(f"logit_bias.{key}", f"{message}. Give a number up to 0")
+    if (penalty := body.get("length_penalty")) is not None and not abs(penalty) <= MAX_LENGTH_PENALTY:
+        expected = f"expected a number from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
+        return _refuse("length_penalty", f"found {show(penalty)}, {expected} beside beams")
     if body.get("echo") and endpoint == "/v1/completions" and body.get("max_tokens") == 0:
         return _refuse("max_tokens", "found 0; a beam search generates one token at least")
     return _check_sizes(body, endpoint, judge)

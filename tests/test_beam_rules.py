@@ -29,6 +29,7 @@ WITH_BEAMS = [
     {"allowed_token_ids": [1]},
     {"echo": True, "logprobs": 2, "prompt_logprobs": 1},
     {"priority": -5, "length_penalty": 0.5},
+    {"length_penalty": -16},
 ]
 
 
@@ -55,6 +56,8 @@ def test_tools_are_refused_beside_beams():
     ("fragment", "param"),
     [
         ({"echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"length_penalty": 1000}, "length_penalty"),
+        ({"length_penalty": -16.5}, "length_penalty"),
         ({"presence_penalty": 1, "max_tokens": 513}, "max_tokens"),
         ({"allowed_token_ids": [1], "logprobs": 1}, "logprobs"),
         ({"min_tokens": 2, "stop_token_ids": list(range(513))}, "stop_token_ids"),
