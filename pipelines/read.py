@@ -16,8 +16,9 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileOpener
 
 from pipelines.inputs import InputFile
-from pipelines.storage import explain, is_remote, open_store
+from pipelines.storage import explain, is_remote, is_stores, open_store
 from schemas import tables
+from schemas.failures import StorageFailed, UsageError
 
 MAX_LINE_BYTES = 64 << 20
 # A larger file is read in slices of this size, side by side.
@@ -165,7 +166,8 @@ def read_slice(piece: Slice, block_bytes: int = tables.BLOCK_BYTES) -> Iterator[
     """The lines of one slice as blocks of `tables.LINES`, without their line ends.
 
     A row with a `reason` is a fault: a line that is too long (its beginning is kept), or, without a line, a file that
-    breaks off (a truncated archive, a store's error; what was read before stands) or holds no lines of JSON.
+    breaks off (a truncated archive; what was read before stands) or holds no lines of JSON. Raises StorageFailed where
+    the store fails: what it doesn't give now it may give the next time.
     """
     file, number = piece.file, piece.lines_before
     block = _Block(file)
@@ -185,7 +187,11 @@ def read_slice(piece: Slice, block_bytes: int = tables.BLOCK_BYTES) -> Iterator[
                     block.add(number, offset, line[: tables.RAW_BYTES], "line_too_long", message)
                 if block.num_bytes >= block_bytes:
                     yield block.take()
+    except UsageError as error:  # a store that can't even be opened
+        raise StorageFailed(str(error)) from error
     except Exception as error:  # each store and each codec has exceptions of its own
+        if is_stores(error):
+            raise StorageFailed(f"{file.name}: can't be read beyond line {number} ({explain(error)})") from error
         message = f"{file.name}: breaks off after line {number} ({explain(error)}); get the whole file"
         block.add(None, None, None, "unreadable_file", message)
     yield block.take()

@@ -66,7 +66,9 @@ class Folder:
         with self.telling("listed"):
             if not fs.isdir(root):
                 return []
-            return sorted(PurePosixPath(path).name for path in fs.ls(root, detail=False))
+            # A store's folder may hold an object of its own name, as consoles make them.
+            paths = (path for path in fs.ls(root, detail=False) if path.rstrip("/") != root.rstrip("/"))
+            return sorted(PurePosixPath(path).name for path in paths)
 
     def is_folder(self) -> bool:
         fs, root = self._store
@@ -87,9 +89,11 @@ class Folder:
             yield stream
 
     def read(self, *parts: str) -> bytes:
-        """All of a small file."""
-        with self.open(*parts) as stream:
-            return stream.read()
+        """All of a small file, in one request: it may be replaced by another at any moment."""
+        fs, root = self._store
+        with self.telling("read", *parts):
+            data: bytes = fs.cat_file(_join(root, *parts))
+        return data
 
     @contextmanager
     def create(self, *parts: str) -> Iterator[IO[bytes]]:
@@ -154,8 +158,7 @@ class Folder:
         except Exception as error:
             if isinstance(error, FileNotFoundError) and done == "read":
                 raise
-            library = type(error).__module__.partition(".")[0]
-            if not isinstance(error, OSError) and library not in _STORE_LIBRARIES:
+            if not isinstance(error, OSError) and not _is_of_store(error):
                 raise
             raise StorageFailed(f"{self.show(*parts)}: can't be {done} ({explain(error)})") from error
 
@@ -243,6 +246,19 @@ def explain(error: BaseException) -> str:
         return error.strerror.lower()
     text = " ".join(str(error).split())
     return text or type(error).__name__
+
+
+def is_stores(error: BaseException) -> bool:
+    """Whether it was the store, or the disk, that failed, and not what a file of it holds: packed data that breaks off
+    raises an OSError, too, without a number."""
+    if isinstance(error, OSError):
+        kinds = ConnectionError | FileNotFoundError | PermissionError | TimeoutError
+        return error.errno is not None or isinstance(error, kinds)
+    return _is_of_store(error)
+
+
+def _is_of_store(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _STORE_LIBRARIES
 
 
 def _join(base: str, *parts: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from pipelines.inputs import InputFile, find_inputs
 from pipelines.read import Selection, lines, read_file, read_slice, slices
-from schemas.failures import UsageError
+from schemas.failures import StorageFailed, UsageError
 
 
 def zstd(data):
@@ -159,10 +159,11 @@ def test_an_input_that_is_not_there_is_named(tmp_path, spec, words):
     assert words in str(caught.value)
 
 
-def test_a_store_that_fails_midway_is_a_fault_of_the_file():
-    file = InputFile(0, "gone.jsonl", "memory://gone.jsonl", 1, "")
-    rows = pa.concat_tables(read_file(file)).to_pylist()
-    assert [row["line"] for row in rows] == [None] and "breaks off after line 0" in rows[0]["message"]
+@pytest.mark.parametrize("uri", ["memory://gone.jsonl", "/nowhere/gone.jsonl", "nosuch://bucket/gone.jsonl"])
+def test_a_store_that_fails_midway_is_no_fault_of_the_file(uri):
+    """What it would have given is neither lost nor answered: the run ends, and goes on when the store does."""
+    with pytest.raises(StorageFailed, match=r"gone\.jsonl: can't be re"):
+        list(read_file(InputFile(0, "gone.jsonl", uri, 1, "")))
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2, 7, 64, 1000])
