@@ -82,8 +82,9 @@ class Lease:
             )
 
     def _is_ours(self) -> bool:
+        # One that is gone was another's, whose run is over by now.
         holder = self._read()
-        return holder is None or holder["token"] == self._token
+        return holder is not None and holder["token"] == self._token
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_S):

@@ -277,6 +277,14 @@ def test_a_lease_that_another_run_has_taken_is_left_to_it(tmp_path, monkeypatch)
         time.sleep(0.5)
         with pytest.raises(UsageError, match="another run has taken this folder over"):
             held.check()
+        # That one is done by now.
+        (tmp_path / "_work" / "lease.json").unlink()
+        time.sleep(0.2)
+        with pytest.raises(UsageError, match="another run has taken this folder over"):
+            held.check()
+    (tmp_path / "_work" / "lease.json").write_text(taken)
+    with pytest.raises(UsageError, match="another run writes there"), Lease(Folder.at(str(tmp_path))):
+        pass
     assert (tmp_path / "_work" / "lease.json").read_text() == taken
 
 
