@@ -5,6 +5,7 @@ and says when, so that a run that has gone away is told from one that works.
 """
 
 import collections
+import contextlib
 import json
 import logging
 import signal
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from pipelines.storage import Folder
-from schemas.failures import Interrupted
+from schemas.failures import Interrupted, StorageFailed
 from schemas.plans import Totals
 from schemas.requests import Tally
 
@@ -27,6 +28,8 @@ REPORT_S = 1.0
 STATUS_S = 5.0
 # A replica that finishes nothing for so long stalls; of the rows that wait there, so many are named.
 STALL_S = 60.0
+# One that has reported nothing for so long is gone.
+GONE_S = 60.0
 NUM_NAMED = 3
 # Who stops a job gives it three seconds; a replica hears within one of them.
 FLUSH_S = 2.2
@@ -50,6 +53,8 @@ class ReplicaReport:
     idle_s: float = 0.0
     # The rows that it has longest, by file and line, with their age in seconds; NUM_NAMED of them.
     oldest: list[tuple[str, float]] = field(default_factory=list)
+    # Of all the work in chunks that it has begun, what was done before, by a run that was broken off.
+    work_before: float = 0.0
 
     def older_by(self, seconds: float) -> "ReplicaReport":
         if not self.oldest:
@@ -106,11 +111,19 @@ class Scoreboard:
         now = time.monotonic()
         return {replica: report.older_by(now - came) for replica, (came, report) in self._reports.items()}
 
+    def is_deserted(self) -> bool:
+        """Whether no replica reports, or no more."""
+        now = time.monotonic()
+        return all(now - came >= GONE_S for came, _ in self._reports.values())
+
 
 def start_scoreboard() -> Any:
+    """On the node of the driver, with which it lives and dies, whatever becomes of others."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return ray.remote(num_cpus=0)(Scoreboard).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Scoreboard).remote()
 
 
 @dataclass(slots=True)
@@ -180,7 +193,8 @@ class Watch:
     """Tells `show` how far a run is, once a second, from a thread of its own, for as long as the block lasts.
 
     A SIGTERM in the block, for which somebody has a handler, has replicas make durable what they have finished first.
-    Where no replica is up when the run is to drain, nobody would hear it: the block is left with Interrupted.
+    Where no replica is up when the run is to drain, or no more, nobody would hear it: the block is left with
+    Interrupted.
     """
 
     def __init__(
@@ -239,7 +253,7 @@ class Watch:
 
     def _give_up(self, *_: Any) -> None:
         if not self._stop.is_set():
-            raise Interrupted("it was to end before an engine was up; the plan is kept")
+            raise Interrupted("it was to end while no engine was up; the plan and what is finished are kept")
 
     def finished(self, chunk: int, tally: Tally) -> None:
         """A chunk's final tally."""
@@ -263,7 +277,7 @@ class Watch:
                 reports = ray.get(self._scoreboard.read.remote(), timeout=5)
                 if self.draining.is_set():
                     self._scoreboard.drain.remote()
-                    if not reports and _GIVE_UP in self._before:
+                    if _GIVE_UP in self._before and ray.get(self._scoreboard.is_deserted.remote(), timeout=5):
                         # What waits for the cluster doesn't look at anything else.
                         signal.pthread_kill(threading.main_thread().ident or 0, _GIVE_UP)
                 now = self.look(reports)
@@ -290,15 +304,19 @@ class Watch:
         if reports and self._started is None:
             self._started, self._work_before = now, self._finished.work
         self.num_replicas_up = len(reports) or self.num_replicas_up
-        progress = Progress(
-            self._totals, num_replicas_up=self.num_replicas_up, work_before=self._work_before, due=self._due
-        )
+        work_before = self._work_before + sum(report.work_before for report in reports.values())
+        progress = Progress(self._totals, num_replicas_up=self.num_replicas_up, work_before=work_before, due=self._due)
+        open_chunks: dict[int, Tally] = {}
+        for report in reports.values():
+            for chunk, tally in report.chunks.items():
+                # Of a chunk that a replica died with, another one goes on from what is staged.
+                if chunk not in open_chunks or tally.num_done > open_chunks[chunk].num_done:
+                    open_chunks[chunk] = tally
         with self._lock:
             progress.done.add(self._finished)
-            for report in reports.values():
-                for chunk, tally in report.chunks.items():
-                    if chunk not in self._numbers:
-                        progress.done.add(tally)
+            for chunk, tally in open_chunks.items():
+                if chunk not in self._numbers:
+                    progress.done.add(tally)
         # A report may be older than the end of a chunk.
         num_left = self._totals.num_rows - progress.done.num_done
         progress.num_in_flight = min(num_left, sum(report.num_in_flight for report in reports.values()))
@@ -336,8 +354,11 @@ class StatusFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Say how the run ended, where it isn't published."""
-        if kind is not None:
+        """Say how the run ended, where it isn't published; of one that is, its manifest tells."""
+        if kind is None:
+            with contextlib.suppress(StorageFailed):
+                self._work.remove_file("status.json")
+        else:
             words = " ".join(str(error).split()) or kind.__name__
             self._write({**self._last, "ended": time.time(), "error": words})
 

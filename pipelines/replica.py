@@ -71,6 +71,7 @@ class OpenWork:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunks: dict[int, Tally] = {}
+        self._work_before = 0.0
         self._in_flight: dict[Future[Any], Sent] = {}
         self._finished_at = time.monotonic()
         self._stagings: dict[int, Staging] = {}
@@ -82,7 +83,9 @@ class OpenWork:
         self._has_flushed = False
 
     def begin(self, chunk: int, done: Tally, staging: "Staging | None" = None) -> None:
+        """`done`: what is staged of it by now."""
         with self._lock:
+            self._work_before += done.work
             self._chunks[chunk] = done
             if staging is not None:
                 self._stagings[chunk] = staging
@@ -116,6 +119,7 @@ class OpenWork:
                 num_in_flight=len(self._in_flight),
                 idle_s=now - max(self._finished_at, *(sent.at for sent in oldest[:1]), 0.0) if oldest else 0.0,
                 oldest=[(place_of(sent.rows[0]), now - sent.at) for sent in oldest],
+                work_before=self._work_before,
             )
 
     def report_to(self, scoreboard: Any, name: str) -> None:
@@ -475,15 +479,21 @@ class Replica:
 
     def _restart_engine(self, num_restarts: int, error: EngineUnusable) -> None:
         """Start the engine again, unless another chunk's thread has since `num_restarts`. Raises EngineUnusable where
-        it doesn't start, and `error` where it dies time and again."""
+        it dies time and again, or doesn't start."""
         with self._restarting:
             if self._num_restarts > num_restarts:
                 return
-            self._num_deaths_in_a_row += 1
-            if self._num_deaths_in_a_row >= MAX_DEATHS_IN_A_ROW:
-                raise error
-            self._witness.warn(f"{error.reason}; starting it again")
-            self._engine.restart()
+            is_up = False
+            while not is_up:
+                self._num_deaths_in_a_row += 1
+                if self._num_deaths_in_a_row >= MAX_DEATHS_IN_A_ROW:
+                    raise error
+                self._witness.warn(f"{error.reason}; starting it again")
+                try:
+                    self._engine.restart()
+                    is_up = True
+                except EngineUnusable as failed:
+                    error = failed
             self._num_restarts += 1
 
     def __del__(self) -> None:

@@ -1,5 +1,6 @@
 """A whole run over Ray, with the deterministic engine: one row out for each line in, in order, published at the end."""
 
+import contextlib
 import gc
 import json
 import re
@@ -14,7 +15,7 @@ import pytest
 import ray
 
 from pipelines.progress import Orders
-from pipelines.replica import Gate, Replica
+from pipelines.replica import MAX_DEATHS_IN_A_ROW, Gate, Replica
 from schemas import tables
 from schemas.failures import EngineUnusable, TooManyErrors, UsageError
 from schemas.settings import parse_max_errors
@@ -175,6 +176,29 @@ def test_an_answer_that_no_table_can_hold_is_that_rows_failure(tmp_path, score):
     assert (error["status_code"], error["reason"], error["source_line"]) == (500, "unusable_answer", 2)
 
 
+class Unheard:
+    """A scoreboard that orders nothing."""
+
+    class report:
+        remote = staticmethod(lambda *_: ray.put(Orders()))
+
+
+@pytest.mark.parametrize("fails", [1, MAX_DEATHS_IN_A_ROW - 2, MAX_DEATHS_IN_A_ROW - 1])
+def test_an_engine_that_does_not_start_again_at_once_is_tried_again(ray_cluster, fails):
+    class Engine(DeterministicEngine):
+        left = fails
+
+        def restart(self):
+            self.left -= 1
+            if self.left >= 0:
+                raise EngineUnusable("it didn't start again")
+            super().restart()
+
+    replica = Replica(Engine, None, None, Unheard, "run")
+    with contextlib.nullcontext() if fails < MAX_DEATHS_IN_A_ROW - 1 else pytest.raises(EngineUnusable, match="again"):
+        replica._restart_engine(0, EngineUnusable("it died"))
+
+
 def test_a_replica_that_is_dropped_closes_its_engine(ray_cluster):
     closed = []
 
@@ -182,11 +206,7 @@ def test_a_replica_that_is_dropped_closes_its_engine(ray_cluster):
         def close(self):
             closed.append(self)
 
-    class Scoreboard:
-        class report:
-            remote = staticmethod(lambda *_: ray.put(Orders()))
-
-    replica = Replica(Engine, None, None, Scoreboard, "run")
+    replica = Replica(Engine, None, None, Unheard, "run")
     assert closed == []
     del replica
     gc.collect()

@@ -236,7 +236,7 @@ def test_a_night_that_waits_for_an_engine_ends_at_its_deadline(tmp_path, night, 
     status, (record,) = night(0, Starts(meeting=(str(tmp_path / "meeting"), 9)), deadline="06:00", time_zone="UTC")
     for number in range(9):
         (tmp_path / "meeting" / f"{number}").touch()
-    assert status == 5 and record["outcome"] == "unfinished" and "before an engine was up" in record["message"]
+    assert status == 5 and record["outcome"] == "unfinished" and "while no engine was up" in record["message"]
     assert time.monotonic() - began < 60
 
 

@@ -83,6 +83,34 @@ def test_what_was_done_before_a_run_was_broken_off_took_none_of_this_time(clock)
     assert told.look({"a": ReplicaReport({1: done(5, work=50.0)})}).remaining_s == 10
 
 
+def test_what_was_staged_of_a_chunk_before_took_none_of_this_time_either(clock):
+    work = OpenWork()
+    work.begin(0, done(90, work=900.0))
+    told = watch(num_rows=100, work=1_000.0)
+    told.look({"a": work.report()})
+    clock.now += 10
+    assert told.look({"a": work.report()}).remaining_s is None
+    work.submitted("future", Sent([{"source_file": "f", "source_line": 1}], 0, clock.now))
+    work.finished(0, "future", done(5, work=50.0))
+    assert told.look({"a": work.report()}).remaining_s == 10
+
+
+def test_a_chunk_that_a_replica_died_with_counts_once(clock):
+    watching = watch(num_rows=30, work=30.0)
+    reports = {"dead": ReplicaReport({0: done(7)}), "alive": ReplicaReport({0: done(5)})}
+    assert watching.look(reports).done.num_done == 7
+
+
+def test_replicas_that_say_nothing_any_more_are_gone(clock):
+    board = Scoreboard()
+    assert board.is_deserted()
+    board.report("a", ReplicaReport())
+    clock.now += progress.GONE_S - 1
+    assert not board.is_deserted()
+    clock.now += 1
+    assert board.is_deserted()
+
+
 def test_a_run_that_would_be_late_grows_more_urgent_and_one_with_time_to_spare_less(clock):
     said = []
 
@@ -288,6 +316,13 @@ def test_the_status_file_is_written_every_few_seconds_and_not_each_second(tmp_pa
     clock.now += progress.STATUS_S / 2
     status.progress(SOMEWHERE)
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "starting 1 engine"
+
+
+def test_of_a_run_that_is_published_its_manifest_tells(tmp_path, clock):
+    with StatusFile(Silence(), Folder.at(str(tmp_path / "_work" / "run-1")), "run-1") as status:
+        status.phase("publishing")
+        assert progress.read_status(Folder.at(str(tmp_path)))["phase"] == "publishing"
+    assert progress.read_status(Folder.at(str(tmp_path))) is None
 
 
 def test_a_run_that_ends_early_says_why_and_how_far_it_came(tmp_path, clock, capsys):
