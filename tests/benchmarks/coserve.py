@@ -12,6 +12,9 @@ full swing:
 - (e) both with a fixed cap on the batch's sequences, several of them. For each target the cap is taken that gives most
   tokens of those that keep it, which is what somebody might find by hand.
 
+Those answers end often enough that a place is soon free. So (c), for the middle target, and (d) are measured once more
+beside rows that hold theirs: answers of 256 to 512 tokens, all begun together.
+
 People's prompts and answers are as long as the batch's on average, or a token of theirs would be more work. Tokens are
 those of answers that the engine says it has made, without those of answers that were given up. Then 64 people at once
 come into a running batch of 256 rows: each is to be answered once, and as it is without them.
@@ -44,13 +47,14 @@ from tests.benchmarks.report import Figure, report  # noqa: E402 - found below t
 from tests.benchmarks.sides.work import WORDS  # noqa: E402 - found below the root
 
 _STREAM_TOKENS = 48
-_ANSWERS = (24, 72)
+_ANSWERS, _LONG_ANSWERS = (24, 72), (256, 512)
 PLACES = 64
 # Of the engine's tokens: what people ask for.
 _LOAD = 1 / 3
 STEPS = (2, 4, 8)
 CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-_BURST, _BURST_BATCH, _BURST_STEPS = 64, 256, 4
+_MIDDLE_STEPS = 4
+_BURST, _BURST_BATCH = 64, 256
 # A batch is in full swing after so long.
 _WARM_S = 20
 
@@ -127,14 +131,14 @@ class Bench:
         finally:
             self._llm.admission = kept
 
-    async def measure(self, rate: float, has_batch: bool) -> Seen:
-        """`rate`: people a second."""
+    async def measure(self, rate: float, answers: tuple[int, int] | None) -> Seen:
+        """`rate`: people a second. `answers`: the batch's least and most tokens of one, none without a batch."""
         seen = Seen()
         aside = self._llm.admission.num_set_aside
         arrivals = random.Random(11)  # noqa: S311 - work to repeat, not a secret
         people: list[asyncio.Task[None]] = []
-        async with self._batch() if has_batch else _nothing():
-            await asyncio.sleep(self.warm_s if has_batch else 1)
+        async with self._batch(answers) if answers else _nothing():
+            await asyncio.sleep(self.warm_s if answers else 1)
             first, lost, began = self._tokens, self._llm.lost_tokens, time.perf_counter()
             self._steps.clear()
             if rate == 0:
@@ -165,14 +169,14 @@ class Bench:
             last, is_first = now, False
 
     @asynccontextmanager
-    async def _batch(self) -> AsyncIterator[None]:
+    async def _batch(self, answers: tuple[int, int]) -> AsyncIterator[None]:
         """A batch that doesn't end: half more rows are asked for than there are places."""
         num_rows = self._config.scheduler_config.max_num_seqs * 3 // 2
 
         async def rows(number: int) -> None:
             draw = random.Random(f"row {number}")  # noqa: S311
             while True:
-                await self.row(_body(draw, f"{time.time_ns()}", draw.randint(*_ANSWERS), 16, 64))
+                await self.row(_body(draw, f"{time.time_ns()}", draw.randint(*answers), 16, 64))
 
         tasks = [asyncio.create_task(rows(number)) for number in range(num_rows)]
         try:
@@ -217,9 +221,9 @@ def _body(draw: random.Random, name: str, max_tokens: int, fewest: int, most: in
     return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
 
 
-def side(bench: Bench, rate: float, has_batch: bool, name: str, **admission: Any) -> Seen:
+def side(bench: Bench, rate: float, answers: tuple[int, int] | None, name: str, **admission: Any) -> Seen:
     with bench.admitting(**admission) if admission else nullcontext():
-        seen = bench.run(bench.measure(rate, has_batch))
+        seen = bench.run(bench.measure(rate, answers))
     print(f"{name}: {seen.told()}", file=sys.stderr, flush=True)
     return seen
 
@@ -241,23 +245,26 @@ def started(seconds: float, targets: Targets | None = None) -> Iterator[Bench]:
 def round_of(seconds: float, steps: tuple[int, ...] = STEPS, caps: tuple[float, ...] = CAPS) -> dict[str, Any]:
     """All sides once."""
     with started(seconds) as bench:
-        batch = side(bench, 0, True, "(b) batch alone")
+        batch = side(bench, 0, _ANSWERS, "(b) batch alone")
         rate = batch.tokens_per_s * _LOAD / _STREAM_TOKENS
         step = statistics.median(batch.steps_s)
         print(f"people: {rate:.1f} a second; a step of (b): {step * 1000:.0f} ms", file=sys.stderr)
-        people = side(bench, rate, False, "(a) people alone")
-        plain = side(bench, rate, True, "(d) both, vLLM's priorities", is_open=True)
-        capped = {cap: side(bench, rate, True, f"(e) both, cap {cap:.3f}", share=cap) for cap in caps}
-    ours, burst = {}, None
+        people = side(bench, rate, None, "(a) people alone")
+        plain = side(bench, rate, _ANSWERS, "(d) both, vLLM's priorities", is_open=True)
+        plain_held = side(bench, rate, _LONG_ANSWERS, "(d) beside long rows", is_open=True)
+        capped = {cap: side(bench, rate, _ANSWERS, f"(e) both, cap {cap:.3f}", share=cap) for cap in caps}
+    ours, ours_held, burst = {}, None, None
     for number in steps:
         targets = Targets(number * step, number * step / 2)
         with started(seconds, targets) as bench:
-            seen = side(bench, rate, True, f"(c) both, {number} steps")
+            seen = side(bench, rate, _ANSWERS, f"(c) both, {number} steps")
             ours[number] = (targets, seen)
             print(f"  in time: {seen.kept(targets):.4f}, {seen.flowing(targets):.4f}", file=sys.stderr)
-            if number == _BURST_STEPS:
+            if number == _MIDDLE_STEPS:
+                ours_held = side(bench, rate, _LONG_ANSWERS, "(c) beside long rows")
                 burst = burst_of(bench)
-    return {"people": people, "batch": batch, "ours": ours, "plain": plain, "capped": capped, "burst": burst}
+    held = {"ours_held": ours_held, "plain_held": plain_held}
+    return {"people": people, "batch": batch, "ours": ours, "plain": plain, "capped": capped, "burst": burst, **held}
 
 
 def burst_of(bench: Bench) -> tuple[Seen, int]:
@@ -277,33 +284,41 @@ def _best(capped: dict[float, Seen], targets: Targets) -> Seen:
 
 def figures_of(rounds: list[dict[str, Any]]) -> list[Figure]:
     figures = []
-    for number in STEPS:
-        ours = [one["ours"][number] for one in rounds]
-        speed = [seen.tokens_per_s for _, seen in ours]
-        best = [_best(one["capped"], targets) for one, (targets, _) in zip(rounds, ours, strict=True)]
-        kept_by_cap = [seen.kept(targets) for seen, (targets, _) in zip(best, ours, strict=True)]
+    for number in rounds[0]["ours"]:
+        mine = [one["ours"][number] for one in rounds]
+        speed = [seen.tokens_per_s for _, seen in mine]
+        best = [_best(one["capped"], targets) for one, (targets, _) in zip(rounds, mine, strict=True)]
+        alone = [(one["people"], targets) for one, (targets, _) in zip(rounds, mine, strict=True)]
+        kept_by_cap = [seen.kept(targets) for seen, (targets, _) in zip(best, mine, strict=True)]
         name = f"target of {number} steps"
         figures += [
             Figure(f"{name}: tokens, (c)/(b)", speed, [one["batch"].tokens_per_s for one in rounds], 0.92, "tokens/s"),
             Figure(f"{name}: tokens, (c)/(e)", speed, [seen.tokens_per_s for seen in best], 0.97, "tokens/s"),
-            Figure(f"{name}: first tokens in time", [seen.kept(targets) for targets, seen in ours], [], 0.99, ""),
-            Figure(f"{name}: tokens in time", [seen.flowing(targets) for targets, seen in ours], [], 0.99, ""),
-            Figure(f"{name}: the same of (e)", kept_by_cap, [], None, ""),
+            Figure(f"{name}: first tokens in time", [seen.kept(targets) for targets, seen in mine], [], 0.99, ""),
+            Figure(f"{name}: tokens in time", [seen.flowing(targets) for targets, seen in mine], [], 0.99, ""),
+            Figure(f"{name}: first tokens in time, (a)", [one.kept(t) for one, t in alone], [], None, ""),
+            Figure(f"{name}: tokens in time, (a)", [one.flowing(t) for one, t in alone], [], None, ""),
+            Figure(f"{name}: first tokens in time, (e)", kept_by_cap, [], None, ""),
             Figure(
                 f"{name}: first token p99, (d)/(c)",
                 [_quantile(one["plain"].first_s, 99) for one in rounds],
-                [_quantile(seen.first_s, 99) for _, seen in ours],
-                10,
+                [_quantile(seen.first_s, 99) for _, seen in mine],
+                None,
                 "s",
             ),
         ]
         for what, of in (("first token", "first_s"), ("between tokens", "between_s")):
             for percent in (50, 99):
-                mine = [_quantile(getattr(seen, of), percent) for _, seen in ours]
-                alone = [_quantile(getattr(one["people"], of), percent) for one in rounds]
-                figures.append(Figure(f"{name}: {what} p{percent}, (c)/(a)", mine, alone, None, "s"))
+                beside = [_quantile(getattr(seen, of), percent) for _, seen in mine]
+                theirs = [_quantile(getattr(seen, of), percent) for seen, _ in alone]
+                figures.append(Figure(f"{name}: {what} p{percent}, (c)/(a)", beside, theirs, None, "s"))
+    ours, plain = [one["ours_held"] for one in rounds], [one["plain_held"] for one in rounds]
     bursts = [one["burst"] for one in rounds]
+    waits = [[_quantile(seen.first_s, 99) for seen in of] for of in (plain, ours)]
+    speed = [[seen.tokens_per_s for seen in of] for of in (ours, plain)]
     figures += [
+        Figure("beside long rows: first token p99, (d)/(c)", *waits, 10, "s"),
+        Figure("beside long rows: tokens, (c)/(d)", *speed, None, "tokens/s"),
         Figure("burst: rows set aside", [float(people.num_set_aside) for people, _ in bursts], [], None, "rows"),
         Figure("burst: first token p99", [_quantile(people.first_s, 99) for people, _ in bursts], [], None, "s"),
         Figure("burst: rows answered as without it", [float(same) for _, same in bursts], [], _BURST_BATCH, "rows"),
@@ -329,7 +344,9 @@ def draw(rounds: list[dict[str, Any]], path: Path) -> None:
             axes.barh(places, values, color=color, label=f"p{percent}")
         axes.set_title(f"{title}, s")
         axes.legend()
-    first.set_xscale("symlog", linthresh=1)
+    # Seconds beside hundredths of one.
+    first.set_xscale("log")
+    first.xaxis.set_major_formatter("{x:g}")
     bars = speed.barh(places, [seen.tokens_per_s for seen in sides.values()], color="#72b7b2")
     speed.bar_label(bars, fmt="{:.0f}", padding=3)
     speed.margins(x=0.15)
