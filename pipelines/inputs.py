@@ -96,8 +96,11 @@ def _describe(index: int, name: str, uri: str, fs: Any, path: str) -> InputFile:
         raise UsageError(f"{name!a}: the file's name isn't UTF-8, so no table could hold it. Rename the file")
     try:
         info = fs.info(path)
-        # A byte of it and no more: a store's file that is opened is read ahead, by megabytes.
-        if info["size"]:
+        if not is_remote(uri):
+            with fs.open(path, "rb") as stream:
+                stream.read(1)
+        elif info["size"]:
+            # A byte of it and no more: a store's file that is opened is read ahead, by megabytes.
             fs.cat_file(path, start=0, end=1)
     except Exception as error:
         raise UsageError(f"{name}: can't be read ({explain(error)}). Check its permissions") from error

@@ -46,7 +46,7 @@ def _cause_of(error: Exception, actor_died: str | None) -> EngineUnusable | Stor
         if type(cause) is EngineUnusable:
             return cause if cause is error else EngineUnusable(cause.reason)
         if type(cause) is StorageFailed:
-            return cause if cause is error else StorageFailed(str(cause))
+            return cause if cause is error else StorageFailed(cause.reason)
         if actor_died is not None and isinstance(cause, ray.exceptions.RayActorError):
             return EngineUnusable(actor_died)
     return None

@@ -119,8 +119,13 @@ class TooManyErrors(Exception):
 class StorageFailed(Exception):
     """A disk or an object store doesn't take, or give, what a run needs; trying again later may help.
 
-    Its text is one line for a person: which file, and what the store says.
+    `reason` is one line for a person: which file, and what the store says; Ray adds words of its own to an exception's
+    text on the way.
     """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class JobLost(Exception):

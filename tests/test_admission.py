@@ -354,8 +354,10 @@ def test_room_is_never_overdrawn_and_everybody_gets_in(seed):
             await asyncio.sleep(draw.random() / 100)
             async with admission.room(asked) as place:
                 peak[0] = max(peak[0], admission.num_running)
-                batch = admission._in_use["batch"]
-                assert admission.num_running <= 8 and batch.num_sequences <= 4 and batch.num_tokens <= 100
+                everybody, batch = admission._all, admission._in_use["batch"]
+                assert everybody.num_sequences <= 8 and everybody.num_tokens <= 200 and batch.num_sequences <= 4
+                # One of it comes in whatever it holds, where people hold most of its prompt already.
+                assert batch.num_tokens <= 100 or len(admission._batch_places) == 1
                 assert len(admission._kinds) <= 1
                 await asyncio.sleep(draw.random() / 1000)
                 place.observe(draw.randint(1, asked.max_tokens))

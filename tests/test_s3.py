@@ -150,7 +150,7 @@ def test_an_input_that_a_store_gives_only_half_of_ends_the_run_which_then_goes_o
     output = f"{bucket[0]}/out"
     with (
         s3_server.having(Fault("deny", "GET .*in/a.jsonl", after=1)),
-        pytest.raises(StorageFailed, match=r"in/a\.jsonl: can't be read beyond line \d+ \(Access Denied\)"),
+        pytest.raises(StorageFailed, match=r"in/a\.jsonl: can't be read beyond line \d+ \(Access Denied\)$"),
     ):
         score(lines, output=output)
     assert write.read_manifest(Folder.at(output)) is None
