@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipelines.cluster import is_structured
+from pipelines.logs import is_structured
 from pipelines.progress import Progress as RunProgress
 
 log = logging.getLogger("overnight.console")

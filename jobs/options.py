@@ -132,12 +132,12 @@ def input_settings(
 
 def choose_log_format(given: str) -> None:
     """Raises UsageError."""
-    from pipelines.cluster import structure_logs
+    from pipelines import logs
 
     if given not in {"text", "json"}:
         raise UsageError(f"--log-format {given}: expected text or json")
     if given == "json":
-        structure_logs()
+        logs.structure()
 
 
 def parse_adapters(pairs: list[str]) -> dict[str, str]:

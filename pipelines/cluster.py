@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from pipelines import machine
+from pipelines import logs, machine
 from pipelines.ray_errors import as_ours
 from schemas import tables
 from schemas.failures import UsageError
@@ -22,17 +22,6 @@ from schemas.failures import UsageError
 _ENDING_S = 30
 _CONNECT_S = 10
 _WATCH_MS = 30_000
-# By Ray's own word for it, all processes of a run log as objects, a line each.
-_ENCODING = "RAY_LOGGING_CONFIG_ENCODING"
-
-
-def structure_logs() -> None:
-    """Have this process and those of its Ray log JSON, an object a line. To be called before Ray is imported."""
-    os.environ[_ENCODING] = "JSON"
-
-
-def is_structured() -> bool:
-    return os.environ.get(_ENCODING) == "JSON"
 
 
 @contextlib.contextmanager
@@ -53,6 +42,8 @@ def connected(verbose: bool) -> Iterator[None]:
     if not verbose:
         # Ray's core writes its own warnings past its log files; the exceptions that it raises still arrive.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    else:
+        logs.show()
     import ray
     import ray.data
 

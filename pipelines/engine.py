@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import jiter
 
-from pipelines import machine, orphans
+from pipelines import logs, machine, orphans
 from pipelines.adapters import Adapter, lora_arguments, resolve_adapters
 from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
@@ -191,10 +191,12 @@ class VllmEngine:
             cores = settings.cores or min(num_cores or machine.count_cores(), machine.count_cores())
             claim = machine.CoreClaim(cores, num_parts)
             choices = machine.cpu_arguments(settings, num_replicas, limits)
-            environment |= machine.cpu_environment(claim.cores, num_parts)
+            variables = machine.cpu_environment(claim.cores, num_parts)
         else:
-            choices = machine.gpu_arguments(settings, limits)
-        for choice in choices:
+            choices, variables = machine.gpu_arguments(settings, limits), []
+        environment |= {choice.name: choice.value for choice in variables}
+        logs.show_if_asked()
+        for choice in (*choices, *variables):
             log.info("%s=%s: %s", choice.name, choice.value, choice.reason)
         arguments = {choice.name: choice.value for choice in choices}
         loop = asyncio.new_event_loop()

@@ -154,7 +154,7 @@ class CoreClaim:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One engine argument and why it has its value."""
+    """One setting of an engine, an argument or an environment variable, and why it has its value."""
 
     name: str
     value: Any
@@ -213,14 +213,15 @@ def _choose_prompt_chunk(settings: EngineSettings, limits: ModelLimits, num_step
     return _choose(settings, "long_prefill_token_threshold", most, reason)
 
 
-def cpu_environment(cores: list[int], tensor_parallel_size: int) -> dict[str, str]:
+def cpu_environment(cores: list[int], tensor_parallel_size: int) -> list[Choice]:
     """Environment of the engine's processes: threads bound to `cores`, and fast libraries loaded before all others."""
     ranks = [cores[rank::tensor_parallel_size] for rank in range(tensor_parallel_size)]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, rank)) for rank in ranks)}
+    bound = "|".join(",".join(map(str, rank)) for rank in ranks)
+    variables = [Choice("VLLM_CPU_OMP_THREADS_BIND", bound, "its threads stay on the cores that the replica holds")]
     preloaded = [*os.environ.get("LD_PRELOAD", "").split(":"), *find_libraries()]
     if wanted := ":".join(dict.fromkeys(path for path in preloaded if path)):
-        environment["LD_PRELOAD"] = wanted
-    return environment
+        variables.append(Choice("LD_PRELOAD", wanted, "a faster allocator and OpenMP than the system's"))
+    return variables
 
 
 def find_libraries() -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from pipelines import machine, traces
+from pipelines import logs, machine, traces
 from pipelines.adapters import Adapter
 from pipelines.engine import EngineStart
 from pipelines.model import Model
@@ -147,6 +147,7 @@ def place(settings: RunSettings | ServeSettings, model: Model) -> Placement:
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             **traces.environment(),
+            **logs.environment(settings.verbose),
         },
         cores_used=cores_used,
     )

@@ -12,10 +12,10 @@ from pydantic import SecretStr
 
 from pipelines import traces
 from pipelines.adapters import resolve_adapters
-from pipelines.cluster import is_structured
 from pipelines.engine import Engine
 from pipelines.ingress import Ingress
 from pipelines.limits import read_limits
+from pipelines.logs import is_structured
 from pipelines.model import resolve
 from pipelines.placement import Placement, place, start_of
 from pipelines.router import AffinityRouter

@@ -95,7 +95,12 @@ def test_settings_that_were_given_win():
 
 
 @pytest.mark.parametrize(
-    "choose", [lambda s: machine.cpu_arguments(s, 1, LIMITS), lambda s: machine.gpu_arguments(s, LIMITS)]
+    "choose",
+    [
+        lambda s: machine.cpu_arguments(s, 1, LIMITS),
+        lambda s: machine.gpu_arguments(s, LIMITS),
+        lambda _: machine.cpu_environment([0, 1], 1),
+    ],
 )
 def test_every_choice_has_a_reason(choose):
     choices = choose(EngineSettings())
@@ -122,8 +127,8 @@ def test_bf16_is_left_to_cpus_that_compute_it(tmp_path, monkeypatch, cpuinfo, dt
 def test_replicas_share_the_memory_and_ranks_the_cores():
     one, two = (machine.cpu_arguments(EngineSettings(), replicas, LIMITS)[1].value for replicas in (1, 2))
     assert two <= one
-    bind = machine.cpu_environment([0, 1, 2, 3], tensor_parallel_size=2)["VLLM_CPU_OMP_THREADS_BIND"]
-    assert bind == "0,2|1,3"
+    bind = machine.cpu_environment([0, 1, 2, 3], tensor_parallel_size=2)[0]
+    assert (bind.name, bind.value) == ("VLLM_CPU_OMP_THREADS_BIND", "0,2|1,3")
     with pytest.raises(EngineUnusable, match="has 1 of the CPU cores, and needs one for each of 2 parts"):
         machine.CoreClaim(1, tensor_parallel_size=2)
 

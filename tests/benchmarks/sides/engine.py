@@ -28,8 +28,7 @@ def engine_arguments(setting: Setting, **given: Any) -> dict[str, Any]:
         # Its share of all memory is more than is free on a machine that does anything else.
         kept = {"kv_cache_memory_bytes", "max_model_len"} | ({"dtype"} if setting == "default-dtype" else set())
         return {name: value for name, value in chosen.items() if name in kept}
-    environment = machine.cpu_environment(list(range(machine.count_cores())), 1)
-    if setting == "no-preload":
-        environment.pop("LD_PRELOAD", None)
-    os.environ.update(environment)
+    for choice in machine.cpu_environment(list(range(machine.count_cores())), 1):
+        if choice.name != "LD_PRELOAD" or setting != "no-preload":
+            os.environ[choice.name] = choice.value
     return chosen
