@@ -119,10 +119,13 @@ def load_plan(work: Folder) -> Plan:
 
 
 def remove_others(output: Folder, kept: Folder) -> None:
-    """Remove the work of all runs but one."""
+    """Remove the work of all runs but one, and what they had begun to publish."""
     for run_id in output.join("_work").names():
         folder = output.join("_work", run_id)
         if folder.uri != kept.uri and folder.is_folder():
+            published = output.join("runs", run_id)
+            if "_SUCCESS" not in published.names():
+                published.remove()
             folder.remove()
 
 

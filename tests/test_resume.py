@@ -69,6 +69,21 @@ def test_a_run_that_was_broken_off_while_it_published_needs_no_engine(tmp_path, 
     assert run.manifest["computed"]["rows"] == 0
 
 
+def test_nothing_is_left_of_a_run_that_was_broken_off_while_it_published_when_another_takes_its_place(
+    tmp_path, score, monkeypatch
+):
+    path = write_lines(tmp_path / "a.jsonl", *rows(3))
+    first = score(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "publish_manifest", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            score(path, restart=True)
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 2
+    second = score(path, restart=True)
+    ids = {first.summary.run_id, second.summary.run_id}
+    assert {run.name for run in (tmp_path / "out" / "runs").iterdir()} == ids
+
+
 def test_a_finished_run_is_left_as_it_is(tmp_path, score, capsys):
     from jobs.reports import print_summary
 
