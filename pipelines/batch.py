@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines import cluster, infer, plan, progress, runs, write
+from pipelines import cluster, infer, plan, progress, runs, staged, write
 from pipelines.carry import carry_over
 from pipelines.changes import publish_changes
 from pipelines.check import checked_lines
@@ -154,7 +154,7 @@ def _carry_out(
         lease.check()
         parts = [*planned.settled_parts, *(part for chunk in chunks for part in chunk.parts)]
         published = write.publish_tables(
-            prepared.output.join("runs", prepared.run_id), write.sorted_outcomes(work, parts), planned.num_rows
+            prepared.output.join("runs", prepared.run_id), staged.sorted_outcomes(work, parts), planned.num_rows
         )
         counts, files = None, list[dict[str, Any]]()
         if earlier is not None:
@@ -246,7 +246,7 @@ def _infer(
         {"number": number, **{name: getattr(chunk, name) for name in told}}
         for number, chunk in enumerate(planned.chunks)
     ]
-    stager = write.Stager(work)
+    stager = staged.Stager(work)
     begun = stager.chunks()
     done = infer.look_at_staged(
         [item for item in items if item["number"] in begun], StagedReader(stager), settings.retry_errors
@@ -281,7 +281,7 @@ def _infer(
 class StagedReader:
     """Reads what is staged of a chunk: parts and rows."""
 
-    stager: write.Stager
+    stager: staged.Stager
 
     def __call__(self, chunk: int) -> tuple[list[str], pa.Table]:
         return self.stager.begin(chunk)[1:]

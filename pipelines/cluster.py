@@ -22,6 +22,8 @@ from schemas.failures import UsageError
 _ENDING_S = 30
 _CONNECT_S = 10
 _WATCH_MS = 30_000
+# What a task of a sort takes at a time; it needs thrice that.
+_SHUFFLED_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
@@ -62,6 +64,8 @@ def connected(verbose: bool) -> Iterator[None]:
     context = ray.data.DataContext.get_current()
     # Ray's own blocks, of 128 MiB, are a gigabyte of Python objects while they are judged.
     context.target_max_block_size = tables.BLOCK_BYTES
+    # By Ray's own measure, of a gibibyte, most sorts are begun by a single task.
+    context.shuffle_input_batch_bytes, context.shuffle_compression = _SHUFFLED_BYTES, "lz4"
     # Replicas are added by what is left to do as soon as the cluster has room for them, although some are still on
     # their way; by Ray's own thresholds never, since a replica isn't given more than it works on at a time.
     scaling = context.autoscaling_config

@@ -1,4 +1,4 @@
-"""Write: stage finished rows durably, then publish a run in input order as an immutable folder of Parquet files.
+"""Write: publish a run in input order as an immutable folder of Parquet files.
 
 OUT/runs/<run id>/{responses,usage,errors}/part-*.parquet  manifest.json  _SUCCESS
 OUT/manifest.json        the newest run's manifest, swapped last: readers start here
@@ -8,13 +8,11 @@ OUT/_work/<run id>/      spool, rejections and staged parts; removed after publi
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import IO, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -26,12 +24,6 @@ from schemas.failures import StorageFailed, UsageError
 PART_BYTES = 256 << 20
 ROW_GROUP_BYTES = 32 << 20
 _OWN_NAMES = {"runs", "_work", "manifest.json", "summary.json"}
-# Staged parts that are read together.
-_PARTS_AT_ONCE = 64
-# What staged rows are sorted by: place in the input, and attempt.
-_ORDER = [("place", "ascending"), ("try", "ascending")]
-# Lines that a file may have, as far as a row's place in the order of the input is concerned.
-_MOST_LINES = 1 << 40
 
 
 def check_output(output: Folder) -> None:
@@ -49,37 +41,6 @@ def foreign_names(output: Folder) -> list[str]:
     return sorted({name for name in output.names() if not name.startswith(".")} - _OWN_NAMES)
 
 
-@dataclass(frozen=True)
-class Stager:
-    """Keeps finished rows as small parts, named after chunk and attempt, until the run is published."""
-
-    work: Folder
-
-    def chunks(self) -> set[int]:
-        """Those that have staged rows."""
-        return {int(name) for name in self.work.join("staged").names()}
-
-    def begin(self, chunk: int) -> tuple[int, list[str], pa.Table]:
-        """A new attempt at a chunk: its number, the parts that earlier ones left, and the rows in these, each once.
-
-        The number is one more than the newest that left a part.
-        """
-        names = [name for name in self._folder(chunk).names() if name[0].isdigit()]
-        parts = [f"staged/{chunk:08d}/{name}" for name in names]
-        rows = read_parts(self.work, parts)
-        return 1 + max((int(name.partition("-")[0]) for name in names), default=0), parts, rows
-
-    def put(self, chunk: int, attempt: int, sequence: int, rows: pa.Table) -> str:
-        """Make rows (`tables.OUTCOMES`) durable; returns the part's path below the work folder."""
-        name = f"{attempt:03d}-{sequence:05d}.parquet"
-        with self._folder(chunk).create(name) as stream:
-            pq.write_table(rows, stream, compression="zstd")
-        return f"staged/{chunk:08d}/{name}"
-
-    def _folder(self, chunk: int) -> Folder:
-        return self.work.join("staged", f"{chunk:08d}")
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """What a run's folder holds: rows by table, and the files with their rows and checksums."""
@@ -91,8 +52,8 @@ class Published:
 def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> Published:
     """Write the three tables of a run.
 
-    `outcomes`: all of them in input order, each once, as `sorted_outcomes` gives them. Memory holds one of its tables
-    and a row group of each of ours at a time. Asserts that they are `num_rows` rows.
+    `outcomes`: all of them in input order, each once, as `staged.sorted_outcomes` gives them. Memory holds one of its
+    tables and a row group of each of ours at a time. Asserts that they are `num_rows` rows.
     """
     with ExitStack() as stack:
         writers = {
@@ -106,76 +67,6 @@ def publish_tables(run: Folder, outcomes: Iterable[pa.Table], num_rows: int) -> 
         written = {name: writer.num_rows for name, writer in writers.items()}
         assert written["responses"] + written["errors"] == num_rows, (written, num_rows)
     return Published(written, [file for writer in writers.values() for file in writer.files])
-
-
-def sorted_outcomes(work: Folder, parts: Sequence[str]) -> Iterator[pa.Table]:
-    """The rows of staged parts (paths below `work`) in input order, each once, in tables with the columns of
-    `tables.OUTCOMES`.
-
-    Many parts are sorted by Ray Data; a few, here.
-    """
-    if len(parts) <= _PARTS_AT_ONCE:
-        yield read_parts(work, parts)
-        return
-    import ray.data
-
-    items = [{"parts": parts[start : start + _PARTS_AT_ONCE]} for start in range(0, len(parts), _PARTS_AT_ONCE)]
-    staged = ray.data.from_items(items, override_num_blocks=len(items))
-    placed = staged.map_batches(PartReader(work), batch_format="pyarrow", batch_size=1)
-    ordered = placed.sort([name for name, _ in _ORDER])
-    yield from _newest(ordered.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0))
-
-
-@dataclass(frozen=True)
-class PartReader:
-    """The rows of staged parts, with the place of each in the order of the input and the number of its attempt."""
-
-    work: Folder
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        return _placed(self.work, list(chain.from_iterable(batch["parts"].to_pylist())))
-
-
-def read_parts(work: Folder, parts: Sequence[str]) -> pa.Table:
-    """The rows of staged parts in input order, as `tables.OUTCOMES`; of one with several outcomes, the newest."""
-    rows = _placed(work, parts).sort_by(_ORDER)
-    if rows.num_rows:
-        places = rows["place"].to_numpy()
-        is_newest = np.append(places[1:] != places[:-1], True)
-        rows = rows.filter(pa.array(is_newest | ~rows["source_line"].is_valid().to_numpy()))
-    return rows.select(tables.OUTCOMES.names)
-
-
-def _placed(work: Folder, parts: Sequence[str]) -> pa.Table:
-    read = [tables.OUTCOMES.empty_table()]
-    for part in parts:
-        with work.open(part) as stream:
-            read.append(pq.read_table(stream).cast(tables.OUTCOMES))
-    rows = pa.concat_tables(read)
-    # A fault of a whole file stands behind its lines.
-    lines = pc.fill_null(rows["source_line"], _MOST_LINES - 1)
-    places = pc.add(pc.multiply(rows["source_index"].cast(pa.int64()), _MOST_LINES), lines)
-    tries = pc.fill_null(pc.coalesce(rows["attempt"], rows["attempts"]), 0)
-    return rows.append_column("place", places).append_column("try", tries)
-
-
-def _newest(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Of a row with several outcomes, the newest: that of an attempt which superseded another. Asserts the order."""
-    held: pa.Table | None = None
-    for table in outcomes:
-        if not table.num_rows:
-            continue
-        # The last row waits for the next table: the same place may go on there.
-        rows = table if held is None else pa.concat_tables([held, table])
-        places = rows["place"].to_numpy()
-        steps = np.diff(places)
-        assert (steps >= 0).all(), "the outcomes are not in input order"
-        # A file may have several faults that are of no line.
-        is_kept = (steps > 0) | ~rows["source_line"].is_valid().to_numpy()[:-1]
-        yield rows.slice(0, rows.num_rows - 1).filter(pa.array(is_kept))
-        held = rows.slice(rows.num_rows - 1)
-    if held is not None:
-        yield held
 
 
 def _in_slices(outcomes: Iterable[pa.Table]) -> Iterator[pa.Table]:

@@ -129,7 +129,7 @@ def test_a_large_plan_is_cut_fine_and_a_small_one_no_finer_than_pays():
 
 def test_a_run_over_several_blocks_sorts_them_all_and_publishes_in_input_order(tmp_path, score, monkeypatch):
     monkeypatch.setattr(tables, "BLOCK_BYTES", 10_000)
-    monkeypatch.setattr("pipelines.write._PARTS_AT_ONCE", 3)
+    monkeypatch.setattr("pipelines.staged._PARTS_AT_ONCE", 3)
     bodies = [body(prompt(f"g{n % 7}", tail=1 + n % 3)) | {"request_id": f"{n}"} for n in range(400)]
     bodies[17] = {"prompt": 3}
     paths = [write_lines(tmp_path / f"{name}.jsonl", *bodies[part::2]) for part, name in enumerate("ab")]

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import pickle
+import random
 from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import write
+from pipelines import staged, write
 from pipelines.storage import Folder
 from schemas import tables
 from schemas.failures import UsageError
@@ -48,7 +49,7 @@ def test_a_folder_is_the_same_place_in_every_process_and_shown_as_it_was_typed(t
 
 
 def test_each_attempt_at_a_chunk_has_a_number_of_its_own(tmp_path):
-    stager = write.Stager(Folder.at(str(tmp_path)))
+    stager = staged.Stager(Folder.at(str(tmp_path)))
     assert stager.begin(7)[0] == 1
     assert stager.put(7, 1, 0, outcomes(1)) != stager.put(7, 1, 1, outcomes(2))
     attempt, parts, rows = stager.begin(7)
@@ -58,11 +59,11 @@ def test_each_attempt_at_a_chunk_has_a_number_of_its_own(tmp_path):
 
 def test_staged_parts_come_back_in_input_order(tmp_path):
     work = Folder.at(str(tmp_path))
-    stager = write.Stager(work)
+    stager = staged.Stager(work)
     parts = [stager.put(3, 1, 0, outcomes(5, 2)), stager.put(0, 1, 0, outcomes(9, 1))]
-    (rows,) = write.sorted_outcomes(work, parts)
+    (rows,) = staged.sorted_outcomes(work, parts)
     assert rows["source_line"].to_pylist() == [1, 2, 5, 9]
-    (none,) = write.sorted_outcomes(work, [])
+    (none,) = staged.sorted_outcomes(work, [])
     assert none.num_rows == 0
 
 
@@ -83,9 +84,9 @@ def test_parts_and_row_groups_are_right_sized(tmp_path, monkeypatch):
 def test_row_groups_are_right_sized_however_large_the_tables_are(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "ROW_GROUP_BYTES", 20_000)
     monkeypatch.setattr(tables, "BLOCK_BYTES", 4_000)
-    parts = [write.Stager(Folder.at(str(tmp_path))).put(0, 1, 0, outcomes(*range(1, 2_001)))]
+    parts = [staged.Stager(Folder.at(str(tmp_path))).put(0, 1, 0, outcomes(*range(1, 2_001)))]
     published = write.publish_tables(
-        Folder.at(str(tmp_path / "run")), write.sorted_outcomes(Folder.at(str(tmp_path)), parts), 2_000
+        Folder.at(str(tmp_path / "run")), staged.sorted_outcomes(Folder.at(str(tmp_path)), parts), 2_000
     )
     assert published.num_rows["responses"] == published.num_rows["usage"] == 2_000
     groups = pq.read_metadata(tmp_path / "run" / "responses" / "part-00000.parquet")
@@ -104,12 +105,12 @@ def test_a_table_whose_writing_fails_leaves_no_part(tmp_path):
 
 def test_a_missing_or_repeated_row_is_never_published(tmp_path):
     work, run = Folder.at(str(tmp_path / "work")), Folder.at(str(tmp_path / "run"))
-    stager = write.Stager(work)
+    stager = staged.Stager(work)
     one, other = stager.put(0, 1, 0, outcomes(1, 2)), stager.put(1, 1, 0, outcomes(3, 2))
     with pytest.raises(AssertionError, match="3"):
-        write.publish_tables(run, write.sorted_outcomes(work, [one]), 3)
+        write.publish_tables(run, staged.sorted_outcomes(work, [one]), 3)
     with pytest.raises(AssertionError, match="3"):
-        write.publish_tables(run, write.sorted_outcomes(work, [one, other]), 4)
+        write.publish_tables(run, staged.sorted_outcomes(work, [one, other]), 4)
     assert list((tmp_path / "run").rglob("*.parquet")) == []
 
 
@@ -119,17 +120,33 @@ def test_an_output_below_a_file_is_refused(tmp_path):
         write.check_output(Folder.at(str(tmp_path / "file" / "out")))
 
 
+def test_large_parts_are_never_read_together(tmp_path, ray_cluster, monkeypatch):
+    monkeypatch.setattr(staged, "SORTED_BYTES", 100_000)
+    work = Folder.at(str(tmp_path))
+    stager = staged.Stager(work)
+    lines = [(line * 7) % 400 for line in range(400)]
+    draw = random.Random(1)  # noqa: S311 - work to repeat, not a secret
+    parts = []
+    for number in range(0, 400, 100):
+        rows = [outcome(line, response=draw.randbytes(500).hex()) for line in lines[number : number + 100]]
+        parts.append(stager.put(number, 1, 0, pa.Table.from_pylist(rows, schema=tables.OUTCOMES)))
+    told = list(staged.sorted_outcomes(work, parts))
+    assert [line for rows in told for line in rows["source_line"].to_pylist()] == list(range(400))
+    assert len(told) >= 4 and max(rows.get_total_buffer_size() for rows in told) < 200_000
+    assert all(rows.nbytes < 150_000 for rows in staged.PartReader(work, 100_000).read(parts))
+
+
 @pytest.mark.parametrize("parts_at_once", [1, 64])
 def test_of_several_outcomes_of_a_row_the_newest_attempts_is_published(
     tmp_path, ray_cluster, monkeypatch, parts_at_once
 ):
-    monkeypatch.setattr(write, "_PARTS_AT_ONCE", parts_at_once)
+    monkeypatch.setattr(staged, "_PARTS_AT_ONCE", parts_at_once)
     work = Folder.at(str(tmp_path))
-    stager = write.Stager(work)
+    stager = staged.Stager(work)
     tried = [outcome(line, attempt=attempt, model=f"{attempt}") for attempt in (2, 1, 3) for line in (4, 1, 9)]
     parts = [
         stager.put(0, number, 0, pa.Table.from_pylist([row], schema=tables.OUTCOMES))
         for number, row in enumerate(tried)
     ]
-    told = pa.concat_tables(rows.select(["source_line", "model"]) for rows in write.sorted_outcomes(work, parts))
+    told = pa.concat_tables(rows.select(["source_line", "model"]) for rows in staged.sorted_outcomes(work, parts))
     assert told.to_pydict() == {"source_line": [1, 4, 9], "model": ["3", "3", "3"]}

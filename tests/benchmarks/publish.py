@@ -15,6 +15,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,8 +55,8 @@ WORDS = [
 
 def stage(work: Path, number: int) -> None:
     """Write outcomes of `number` rows, one in a hundred failed, as a run's staged parts."""
+    from pipelines.staged import Stager
     from pipelines.storage import Folder
-    from pipelines.write import Stager
     from schemas import tables
 
     draw = random.Random(number)  # noqa: S311 - work to repeat, not a secret
@@ -93,36 +95,50 @@ def stage(work: Path, number: int) -> None:
 
 def publish(work: Path, number: int) -> dict[str, float]:
     """Publish what is staged; seconds of looking and of publishing, and bytes of memory that publishing added."""
-    import ray
-
-    from pipelines import infer, write
+    from pipelines import infer, staged, write
     from pipelines.batch import StagedReader
+    from pipelines.cluster import connected
     from pipelines.storage import Folder
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     folder = Folder.at(str(work))
-    stager = write.Stager(folder)
-    started = time.perf_counter()
-    chunks = [{"number": chunk, "num_rows": min(ROWS_A_PART, number)} for chunk in sorted(stager.chunks())]
-    done = infer.look_at_staged(chunks, StagedReader(stager), False)
-    look_s = time.perf_counter() - started
-    assert len(done) == len(chunks)
-    process, peak, stop = psutil.Process(), [0], threading.Event()
-    before = process.memory_info().rss
+    stager = staged.Stager(folder)
+    with connected(False):
+        started = time.perf_counter()
+        chunks = [{"number": chunk, "num_rows": min(ROWS_A_PART, number)} for chunk in sorted(stager.chunks())]
+        done = infer.look_at_staged(chunks, StagedReader(stager), False)
+        look_s = time.perf_counter() - started
+        assert len(done) == len(chunks)
+        with watched() as peak:
+            started = time.perf_counter()
+            parts = [part for chunk in done for part in chunk.parts]
+            write.publish_tables(folder.join("published"), staged.sorted_outcomes(folder, parts), number)
+            publish_s = time.perf_counter() - started
+    return {"look_s": look_s, "publish_s": publish_s, "mib": peak[0] / 2**20}
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Bytes by which this process's memory grows in the block at most, without what it shares with others: pages of
+    Ray's object store stay with whoever has read them."""
+    process, stop = psutil.Process(), threading.Event()
+
+    def own() -> int:
+        memory = process.memory_info()
+        return memory.rss - memory.shared
+
+    before, peak = own(), [0]
 
     def sample() -> None:
-        while not stop.wait(0.05):
-            peak[0] = max(peak[0], process.memory_info().rss)
+        while not stop.wait(0.02):
+            peak[0] = max(peak[0], own() - before)
 
     thread = threading.Thread(target=sample)
     thread.start()
-    started = time.perf_counter()
-    parts = [part for chunk in done for part in chunk.parts]
-    write.publish_tables(folder.join("published"), write.sorted_outcomes(folder, parts), number)
-    publish_s = time.perf_counter() - started
-    stop.set()
-    thread.join()
-    return {"look_s": look_s, "publish_s": publish_s, "mib": (peak[0] - before) / 2**20}
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
 
 
 def bare(work: Path) -> float:
