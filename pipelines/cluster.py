@@ -26,6 +26,15 @@ _WATCH_MS = 30_000
 _SHUFFLED_BYTES = 64 << 20
 
 
+# Whether the cluster that this process is on was started for it.
+_is_own = threading.Event()
+
+
+def is_own() -> bool:
+    """Whether this process is on a Ray cluster of its own: one machine, which no other joins."""
+    return _is_own.is_set()
+
+
 @contextlib.contextmanager
 def connected(verbose: bool) -> Iterator[None]:
     """A Ray cluster: the one that is there (RAY_ADDRESS, or started on this machine), else one of our own.
@@ -81,6 +90,7 @@ def connected(verbose: bool) -> Iterator[None]:
         if not was_connected:
             ours += [child for process in ours for child in _children(process) if child not in ours]
             ray.shutdown()
+            _is_own.clear()
             _wait_for(ours)
 
 
@@ -102,6 +112,7 @@ def _connect(**options: Any) -> None:
     # Not `address="auto"`, which also joins the private cluster of any other run on this machine.
     try:
         ray.init(include_dashboard=False, num_cpus=machine.count_cores(), **options)
+        _is_own.set()
     except ValueError:
         # What Ray says when there is a cluster to join, whose resources aren't ours to set.
         ray.init(**options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from pipelines import logs, machine, traces
+from pipelines import cluster, logs, machine, traces
 from pipelines.adapters import Adapter
 from pipelines.engine import EngineStart
 from pipelines.model import Model
@@ -93,7 +93,7 @@ def place(settings: RunSettings | ServeSettings, model: Model) -> Placement:
     """Replicas for this cluster: as many GPUs each as the model needs, else the CPU cores of a node in equal shares.
 
     Where the engine that is installed needs GPUs and none is there, replicas wait for the cluster to grow. Raises
-    UsageError when the cluster hasn't what was asked for.
+    UsageError when the cluster hasn't what was asked for, and can't get it.
     """
     import ray
 
@@ -106,6 +106,11 @@ def place(settings: RunSettings | ServeSettings, model: Model) -> Placement:
     # A cluster that grows from nothing: Ray doesn't tell what its autoscaler could bring.
     has_gpus = num_gpus > 0 or machine.has_gpu_engine()
     cores_used = None
+    if has_gpus and not num_gpus and cluster.is_own():
+        raise UsageError(
+            "the vLLM that is installed is the build for GPUs, and Ray finds no GPU on this machine. Install the build "
+            "for CPUs, or name a cluster that has GPUs, or can get some, in RAY_ADDRESS"
+        )
     if has_gpus and not num_gpus:
         cpus, unit = 1, count(gpus_each, "GPU")
         num_replicas = fitting = wanted or 1

@@ -120,6 +120,15 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path):
     assert "overnight: RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in command.err
 
 
+def test_an_engine_that_needs_gpus_does_not_wait_for_one_on_a_machine_without(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a"})
+    arguments = ("--input", str(path), "--output", str(tmp_path / "out"), "--served-name", "test")
+    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'site'}{os.pathsep}{ROOT}", "TEST_GPU_ENGINE": "1"}
+    command = overnight("score", *arguments, **environment, timeout=120)
+    assert command.status == 2, command.err
+    assert "is the build for GPUs, and Ray finds no GPU on this machine" in command.err
+
+
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
