@@ -15,11 +15,12 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.engine import Engine
+from pipelines.open_work import Stage
 from pipelines.order import deal
 from pipelines.outcomes import kept, tally_of
 from pipelines.placement import Placement
 from pipelines.ray_errors import as_ours
-from pipelines.replica import Replica, Stage
+from pipelines.replica import Replica
 from schemas.requests import Tally
 
 log = logging.getLogger("overnight.infer")

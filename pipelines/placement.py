@@ -8,9 +8,9 @@ from itertools import accumulate
 
 from pipelines import cluster, logs, machine, traces
 from pipelines.adapters import Adapter
-from pipelines.engine import EngineStart
 from pipelines.model import Model
 from pipelines.order import PARTS_OF_A_SHARE
+from pipelines.vllm_engine import EngineStart
 from schemas.failures import UsageError
 from schemas.plans import Chunk
 from schemas.settings import Autoscaling, RunSettings, ServeSettings

@@ -4,195 +4,35 @@ When the engine dies, it is started again, and what was in it is sent again. Wha
 alone, with nothing else in the engine; what kills it then is given up, and costs nobody else.
 """
 
-import copy
-import heapq
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from pipelines.engine import Engine
-from pipelines.meters import EngineMeters, RowMeters
+from pipelines.gate import Gate
+from pipelines.open_work import REPORT_LIMIT_S, OpenWork, Sent, Stage, Staging
 from pipelines.outcomes import conclude, gather, kept, missing, place_of, tally_of
-from pipelines.progress import NUM_NAMED, REPORT_S, ReplicaReport
-from pipelines.traces import Traces
-from schemas import tables
-from schemas.failures import EngineUnusable, Failure, NotBegun, StorageFailed
+from pipelines.witness import Witness
+from schemas.failures import EngineUnusable, Failure, NotBegun
 from schemas.requests import Answered, Failed, Request, Tally
 
 log = logging.getLogger("overnight.replica")
 
-# A finished row is durable after at most this long.
-STAGE_S = 5.0
 # A chunk that waits for answers looks up so often.
 WAIT_S = 1.0
 # So often the engine may die without an answer in between; then it isn't a request that kills it.
 MAX_DEATHS_IN_A_ROW = 5
-# How the engine is, is shown so often.
-_SHOW_S = 1.0
-# Whoever gathers reports answers within that, or later.
-_REPORT_LIMIT_S = 10.0
 # What was in the engine when it died so often is tried alone.
 _DEATHS_OF_A_SUSPECT = 2
-
-
-class Stage(Protocol):
-    """Where a replica puts finished rows: makes one part durable and returns its name."""
-
-    def begin(self, chunk: int) -> tuple[int, list[str], pa.Table]:
-        """A new attempt at a chunk: its number from 1, the parts of earlier ones, and the rows that they hold."""
-        ...
-
-    def put(self, chunk: int, attempt: int, sequence: int, rows: pa.Table) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A request in the engine: the rows that it answers, how often the engine had been started again before, since
-    when it is there, and how often the engine has died with it."""
-
-    rows: list[dict[str, Any]]
-    num_restarts: int
-    at: float
-    num_deaths: int = 0
-
-
-class OpenWork:
-    """What a replica has under way, for its reports; apart from it, so that reporting doesn't keep it alive."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._chunks: dict[int, Tally] = {}
-        self._work_before = 0.0
-        self._in_flight: dict[Future[Any], Sent] = {}
-        self._finished_at = time.monotonic()
-        self._stagings: dict[int, Staging] = {}
-        self.closed = threading.Event()
-        # Set when nothing more is to be begun.
-        self.draining = threading.Event()
-        # By how much the run's requests are more urgent than they say.
-        self.urgency = 0
-        self._has_flushed = False
-
-    def begin(self, chunk: int, done: Tally, staging: "Staging | None" = None) -> None:
-        """`done`: what is staged of it by now."""
-        with self._lock:
-            self._work_before += done.work
-            self._chunks[chunk] = done
-            if staging is not None:
-                self._stagings[chunk] = staging
-
-    def submitted(self, future: "Future[Any]", sent: Sent) -> None:
-        with self._lock:
-            self._in_flight[future] = sent
-
-    def left(self, future: "Future[Any]") -> None:
-        with self._lock:
-            del self._in_flight[future]
-
-    def finished(self, chunk: int, future: "Future[Any]", tally: Tally) -> None:
-        with self._lock:
-            del self._in_flight[future]
-            self._chunks[chunk].add(tally)
-            self._finished_at = time.monotonic()
-
-    def end(self, chunk: int) -> Tally:
-        with self._lock:
-            self._stagings.pop(chunk, None)
-            return self._chunks.pop(chunk)
-
-    def report(self) -> ReplicaReport:
-        """Rows are named by file and line."""
-        now = time.monotonic()
-        with self._lock:
-            oldest = heapq.nsmallest(NUM_NAMED, self._in_flight.values(), key=lambda sent: sent.at)
-            return ReplicaReport(
-                copy.deepcopy(self._chunks),
-                num_in_flight=len(self._in_flight),
-                idle_s=now - max(self._finished_at, *(sent.at for sent in oldest[:1]), 0.0) if oldest else 0.0,
-                oldest=[(place_of(sent.rows[0]), now - sent.at) for sent in oldest],
-                work_before=self._work_before,
-            )
-
-    def report_to(self, scoreboard: Any, name: str) -> None:
-        """Report once, and hear what is to be done. Raises RayError where nobody answers."""
-        import ray
-
-        orders = ray.get(scoreboard.report.remote(name, self.report()), timeout=_REPORT_LIMIT_S)
-        if orders.is_draining:
-            self.draining.set()
-        self.urgency = orders.urgency
-        if orders.is_flushing and not self._has_flushed:
-            self._has_flushed = True
-            self._flush()
-            scoreboard.flushed.remote(name)
-
-    def keep_reporting(self, scoreboard: Any, name: str) -> None:
-        import ray
-
-        while not self.closed.wait(REPORT_S):
-            try:
-                self.report_to(scoreboard, name)
-            except ray.exceptions.GetTimeoutError:  # a busy cluster; what is to be done is heard later
-                continue
-            except ray.exceptions.RayError:  # the run goes on without being seen
-                log.warning("nobody takes this replica's reports", exc_info=True)
-                return
-
-    def _flush(self) -> None:
-        with self._lock:
-            stagings = list(self._stagings.values())
-        for staging in stagings:
-            try:
-                staging.stage_now()
-            except StorageFailed:  # the chunk's own thread meets it, too, and says so
-                log.warning("what is finished can't be staged now", exc_info=True)
-
-
-class Staging:
-    """Makes a chunk's outcomes durable: after STAGE_S at most, and when the block ends, however it does."""
-
-    def __init__(self, stage: Stage, chunk: int, attempt: int, parts: list[str]) -> None:
-        self._stage = stage
-        self._chunk = chunk
-        self._attempt = attempt
-        self._sequence = 0
-        self._outcomes: list[dict[str, Any]] = []
-        self._staged_at = time.monotonic()
-        # The chunk's thread adds and stages; that of the reports stages, too, when the run is stopped.
-        self._lock = threading.Lock()
-        # Those of earlier attempts, and then its own.
-        self.parts = list(parts)
-
-    def __enter__(self) -> "Staging":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stage_now()
-
-    def add(self, outcomes: list[dict[str, Any]]) -> None:
-        with self._lock:
-            self._outcomes += outcomes
-
-    def stage_what_is_due(self) -> None:
-        if time.monotonic() - self._staged_at >= STAGE_S:
-            self.stage_now()
-
-    def stage_now(self) -> None:
-        with self._lock:
-            if self._outcomes:
-                table = pa.Table.from_pylist(self._outcomes, schema=tables.OUTCOMES)
-                self.parts.append(self._stage.put(self._chunk, self._attempt, self._sequence, table))
-                self._sequence += 1
-            self._outcomes, self._staged_at = [], time.monotonic()
 
 
 _SMALLEST = Request("check", "/v1/completions", '{"prompt": [0], "max_tokens": 1, "temperature": 0}')
@@ -214,90 +54,6 @@ def take_all(queue: "SimpleQueue[Future[Any]]", timeout_s: float) -> list["Futur
             taken.append(queue.get_nowait())
     except Empty:
         return taken
-
-
-class Gate:
-    """Who is in the engine: many together, or one alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_inside = 0
-        # Those that want to be alone there, or are.
-        self._num_alone = 0
-        self._is_alone = False
-
-    def enter(self) -> None:
-        """Wait while somebody is alone there, or waits for it."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_alone)
-            self._num_inside += 1
-
-    def leave(self) -> None:
-        with self._changed:
-            self._num_inside -= 1
-            self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Be there alone for as long as the block lasts. Not for a thread that has entered."""
-        with self._changed:
-            self._num_alone += 1
-            self._changed.wait_for(lambda: not self._num_inside and not self._is_alone)
-            self._is_alone = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_alone -= 1
-                self._is_alone = False
-                self._changed.notify_all()
-
-
-class Witness:
-    """Tells whoever watches the cluster what becomes of a run's rows: metrics, spans, and the log; never a prompt."""
-
-    def __init__(self, run_id: str, replica: str) -> None:
-        self._about = {"run_id": run_id, "replica": replica}
-        self._rows, self._engine, self._traces = RowMeters(), EngineMeters(), Traces()
-        self._shown_at = 0.0
-
-    def tell(self, outcomes: list[dict[str, Any]], event: Answered | Failed, sent_s: float, attempt: int) -> None:
-        """One request's rows are done; `sent_s`: so long ago it was handed to the engine."""
-        for row in outcomes:
-            # Not the event's: an answer may have turned out to be one that no table can hold.
-            why = row.get("reason")
-            self._rows.rows.inc(1, {"outcome": why or "answered"})
-            if why is not None:
-                named = {"row": place_of(row), "row_id": row["id"], "reason": why, "attempt": attempt}
-                log.info("row failed", extra={**self._about, **named})
-        self._rows.total.observe(sent_s)
-        usage = event.usage if isinstance(event, Answered) else {}
-        self._rows.tokens.count(usage)
-        first = outcomes[0]
-        self._traces.record(
-            first["endpoint"],
-            event.timing if isinstance(event, Answered) else event.failure,
-            time.time() - (event.timing.total_ms / 1000 if isinstance(event, Answered) else sent_s),
-            usage,
-            {
-                "overnight.run_id": self._about["run_id"],
-                "overnight.row": place_of(first),
-                "overnight.row_id": first["id"],
-                "overnight.attempt": attempt,
-            },
-        )
-
-    def show(self, engine: Engine) -> None:
-        now = time.monotonic()
-        if now - self._shown_at >= _SHOW_S:
-            self._shown_at = now
-            self._engine.show(engine.state)
-
-    def warn(self, message: str, **named: Any) -> None:
-        log.warning(message, extra={**self._about, **named})
-
-    def close(self) -> None:
-        self._traces.close()
 
 
 class Replica:
@@ -501,6 +257,6 @@ class Replica:
         if hasattr(self, "_engine"):
             self._open.closed.set()
             # No call of it is under way when Ray ends this process.
-            self._reporting.join(_REPORT_LIMIT_S)
+            self._reporting.join(REPORT_LIMIT_S)
             self._engine.close()
             self._witness.close()

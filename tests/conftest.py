@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import batch
-from pipelines.engine import VllmEngine
 from pipelines.manifest import Summary
 from pipelines.model import resolve
 from pipelines.progress import Progress
 from pipelines.storage import Folder
+from pipelines.vllm_engine import VllmEngine
 from pipelines.write import read_manifest
 from schemas.requests import Answered, Failed, Request
 from schemas.settings import EngineSettings, RunSettings

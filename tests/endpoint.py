@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
-from pipelines.engine import Engine, EngineStart
+from pipelines.engine import Engine
+from pipelines.vllm_engine import EngineStart
 from schemas.settings import EngineSettings, ServeSettings
 
 HOST = "127.0.0.1"

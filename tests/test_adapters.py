@@ -11,9 +11,9 @@ import pytest
 from pipelines import adapters
 from pipelines.adapters import Adapter, lora_arguments, resolve_adapters
 from pipelines.check import check
-from pipelines.engine import VllmEngine
 from pipelines.limits import read_limits
 from pipelines.model import Model, resolve
+from pipelines.vllm_engine import VllmEngine
 from schemas.failures import EngineUnusable, UsageError
 from schemas.requests import Answered, Request
 from schemas.settings import EngineSettings, InputSettings

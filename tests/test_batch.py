@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+from pipelines.gate import Gate
 from pipelines.progress import Orders
-from pipelines.replica import MAX_DEATHS_IN_A_ROW, Gate, Replica
+from pipelines.replica import MAX_DEATHS_IN_A_ROW, Replica
 from schemas import tables
 from schemas.failures import EngineUnusable, TooManyErrors, UsageError
 from schemas.settings import parse_max_errors

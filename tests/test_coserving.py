@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from pipelines.engine import VllmEngine
 from pipelines.model import resolve
+from pipelines.vllm_engine import VllmEngine
 from schemas.requests import Answered, Chunk, Request, Streamed
 from schemas.settings import EngineSettings
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from pipelines.engine import EngineStart, VllmEngine
 from pipelines.model import resolve
 from pipelines.outcomes import conclude
+from pipelines.vllm_engine import EngineStart, VllmEngine
 from schemas.failures import EngineUnusable
 from schemas.requests import Answered, Failed, Request
 from schemas.settings import EngineSettings

@@ -67,7 +67,7 @@ def test_the_first_ctrl_c_keeps_what_is_done_and_the_same_command_finishes(tmp_p
 
 
 STARTS = """
-from pipelines.engine import EngineStart
+from pipelines.vllm_engine import EngineStart
 from schemas.settings import EngineSettings
 if __name__ == "__main__":
     EngineStart(None, (), EngineSettings(kv_cache_gib=0.5, cores=1), 1, 1)()

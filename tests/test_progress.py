@@ -9,8 +9,8 @@ import pytest
 from jobs.console import describe as told_of
 from jobs.reports import print_status
 from pipelines import progress
+from pipelines.open_work import OpenWork, Sent
 from pipelines.progress import Progress, ReplicaReport, Scoreboard, StatusFile, Watch, describe
-from pipelines.replica import OpenWork, Sent
 from pipelines.storage import Folder
 from schemas.failures import UsageError
 from schemas.plans import Totals
@@ -34,7 +34,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
-    monkeypatch.setattr("pipelines.replica.time", clock)
+    monkeypatch.setattr("pipelines.open_work.time", clock)
     return clock
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pipelines import machine
-from pipelines.engine import VllmEngine
 from pipelines.model import resolve
+from pipelines.vllm_engine import VllmEngine
 from schemas.requests import Answered, Request
 from schemas.settings import EngineSettings
 from tests.models import write_llama

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.checks import Checks
-from pipelines.engine import VllmEngine
 from pipelines.model import resolve
+from pipelines.vllm_engine import VllmEngine
 from schemas.failures import Failure
 from schemas.requests import Answered, Request
 from schemas.settings import EngineSettings

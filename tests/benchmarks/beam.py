@@ -55,8 +55,8 @@ def make_prompts(number: int) -> list[list[int]]:
 
 def run_ours(number: int) -> dict:
     """Seconds of our beams, and of sampling as many choices; the beams' answers."""
-    from pipelines.engine import VllmEngine
     from pipelines.model import resolve
+    from pipelines.vllm_engine import VllmEngine
     from schemas.requests import Request
     from schemas.settings import EngineSettings
 

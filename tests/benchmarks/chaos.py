@@ -57,7 +57,7 @@ def write_requests(path: Path, kind: Kind) -> None:
 
 
 def make_start(kind: Kind, folder: str) -> WatchedStart:
-    from pipelines.engine import EngineStart
+    from pipelines.vllm_engine import EngineStart
     from tests.deterministic import Starts
 
     return WatchedStart(Starts() if kind == "test" else EngineStart(None, (), SETTINGS, 2, 1), folder)

@@ -38,9 +38,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
 from pipelines.admission import Admission  # noqa: E402 - found below the root
-from pipelines.engine import VllmEngine  # noqa: E402 - found below the root
 from pipelines.model import resolve  # noqa: E402 - found below the root
 from pipelines.pacing import Targets  # noqa: E402 - found below the root
+from pipelines.vllm_engine import VllmEngine  # noqa: E402 - found below the root
 from schemas.requests import Chunk, Failed, Request  # noqa: E402 - found below the root
 from schemas.settings import EngineSettings  # noqa: E402 - found below the root
 from tests.benchmarks.report import Figure, report  # noqa: E402 - found below the root

@@ -47,7 +47,7 @@ def write_work(path: Path, kind: Kind) -> None:
 def drive(kind: Kind, path: str, output: str, folder: str) -> None:
     """The run, on the cluster that the environment names; prints its seconds."""
     from pipelines import batch
-    from pipelines.engine import EngineStart
+    from pipelines.vllm_engine import EngineStart
     from schemas.settings import EngineSettings, RunSettings
     from tests.deterministic import Starts
 

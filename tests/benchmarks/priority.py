@@ -42,8 +42,8 @@ class Load:
     """One engine and what is sent to it. `first_token_ms`: within which urgent requests are to have theirs."""
 
     def __init__(self, first_token_ms: int | None = None) -> None:
-        from pipelines.engine import VllmEngine
         from pipelines.model import resolve
+        from pipelines.vllm_engine import VllmEngine
         from schemas.settings import EngineSettings
 
         self.engine = VllmEngine.start(resolve(None), (), EngineSettings(first_token_ms=first_token_ms))

@@ -63,7 +63,7 @@ def run(lengths: list[int], num_replicas: int) -> dict[str, Any]:
     """A whole run: its makespan in seconds, and for each replica when it was first asked, when it last answered, and
     how many tokens it generated."""
     from pipelines import batch
-    from pipelines.engine import EngineStart
+    from pipelines.vllm_engine import EngineStart
     from schemas.settings import EngineSettings, RunSettings
 
     with tempfile.TemporaryDirectory() as scratch:
