@@ -79,7 +79,9 @@ def num_staged(output: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize("number", [FEW_ROWS, pytest.param(NUM_ROWS, marks=[pytest.mark.slow, pytest.mark.timeout(2_400)])])
+@pytest.mark.parametrize(
+    "number", [FEW_ROWS, pytest.param(NUM_ROWS, marks=[pytest.mark.slow, pytest.mark.timeout(2_400)])]
+)
 def test_rows_of_a_hundred_kilobytes_take_bounded_memory_and_are_kept_when_a_run_is_stopped(tmp_path, number):
     output, until = tmp_path / "out", tmp_path / "until"
     write_rows(tmp_path / "a.jsonl", number, until)
