@@ -124,7 +124,7 @@ def measure(number: int) -> dict[str, float]:
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A twentieth of the rows and one round.")] = False,
-    rounds: Annotated[int, typer.Option(help="Rounds of both sizes.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds of both sizes.")] = 2,
     small: Annotated[int, typer.Option(help="Rows of the small size.")] = SMALL,
     large: Annotated[int, typer.Option(help="Rows of the large size.")] = LARGE,
     rows: Annotated[int | None, typer.Option(hidden=True)] = None,

@@ -119,7 +119,7 @@ def gap(told: dict[str, Any], what: str) -> float:
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the requests and one round.")] = False,
-    rounds: Annotated[int, typer.Option(help="Rounds of all sides.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds of all sides.")] = 2,
     requests: Annotated[int, typer.Option(help="How many requests.")] = NUM_REQUESTS,
     kind: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
