@@ -92,8 +92,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the process."""
         if self._pool is not None:
-            # pebble has no types for it.
-            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.stop()  # type: ignore[no-untyped-call]  # pebble has no types for it
             self._pool.join()
             self._pool = None
             self._is_warm = False

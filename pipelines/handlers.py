@@ -144,8 +144,8 @@ class AdmittedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM's classes have no typ
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **others: Any
     ) -> AsyncGenerator[Any, None]:
         """One sequence of a request that has its room already."""
-        # vLLM's method has no types here.
-        return super().generate(prompt, sampling_params, request_id, **others)  # type: ignore[no-any-return]
+        made = super().generate(prompt, sampling_params, request_id, **others)
+        return made  # type: ignore[no-any-return]  # vLLM's classes have no types here
 
     @asynccontextmanager
     async def room(
@@ -220,8 +220,7 @@ class _Beams:
     async def _search(
         self, call: Call, index: int, prompt: Any, params: Any, lora_request: Any
     ) -> AsyncGenerator[Any, None]:
-        # An attribute of the handler that this class stands in front of.
-        llm: AdmittedLLM = self.engine_client  # type: ignore[attr-defined]
+        llm: AdmittedLLM = self.engine_client  # type: ignore[attr-defined]  # vLLM's handler comes after this class
         tokenizer = llm.renderer.get_tokenizer()
         wanted = call.request.model_copy(update={"n": 1, "use_beam_search": False, "temperature": 0.0})
         sampling = wanted.to_sampling_params(params.max_tokens, {})
@@ -258,8 +257,7 @@ class _Raising:
     def _raise_if_error(self, finish_reason: str | None, request_id: str) -> None:
         if finish_reason == "abort":
             raise GivenUp
-        # vLLM's method has no types here.
-        super()._raise_if_error(finish_reason, request_id)  # type: ignore[misc]
+        super()._raise_if_error(finish_reason, request_id)  # type: ignore[misc]  # vLLM's handler comes after this class
 
 
 class Completions(_Beams, _Raising, OpenAIServingCompletion):  # type: ignore[misc]  # vLLM's classes have no types here

@@ -34,7 +34,6 @@ MAX_DEATHS_IN_A_ROW = 5
 # What was in the engine when it died so often is tried alone.
 _DEATHS_OF_A_SUSPECT = 2
 
-
 _SMALLEST = Request("check", "/v1/completions", '{"prompt": [0], "max_tokens": 1, "temperature": 0}')
 _KILLER = Failure(
     500,

@@ -91,7 +91,7 @@ class _Paced:
         self.max_num_scheduled_tokens, self._num_left_out = self._whole_step, 0
         if rows or any(_is_batch(request) for request in self.waiting):
             self._share(people + coming, rows, bool(coming), has_people)
-        output = super().schedule(throttle_prefills)  # type: ignore[misc]  # vLLM's, likewise
+        output = super().schedule(throttle_prefills)  # type: ignore[misc]  # vLLM's class comes after this one
         self._under_way.append(self._step(output, began, has_people))
         return output
 
@@ -144,7 +144,7 @@ class _Paced:
             if (step := self._under_way.popleft()).output is scheduler_output:
                 self._measure(step, now)
                 break
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # vLLM's
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # of vLLM's class
         # The next step begins as this one ends, where there is one to be.
         self._ended = now if self.running or self.waiting else None
         return outputs
@@ -160,7 +160,7 @@ class _Paced:
 
     def make_stats(self, *others: Any, **more: Any) -> SchedulerStats | None:
         """vLLM's, that count those left out with those which a passing reason holds back."""
-        stats: SchedulerStats | None = super().make_stats(*others, **more)  # type: ignore[misc]  # vLLM's
+        stats: SchedulerStats | None = super().make_stats(*others, **more)  # type: ignore[misc]  # of vLLM's class
         if stats is not None:
             stats.num_running_reqs -= self._num_left_out
             stats.num_skipped_waiting_reqs += self._num_left_out

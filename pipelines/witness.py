@@ -1,4 +1,4 @@
-"""What of a run's rows whoever watches the cluster is told."""
+"""What whoever watches the cluster is told of a run's rows."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Rows of a hundred kilobytes: memory stays flat however many there are, and a run that is stopped keeps what is done.
+"""Rows of a hundred kilobytes: memory is bounded however many there are, and a run that is stopped keeps what is done.
 
 Through the command that a person types, on a Ray of its own whose object store is small; with the deterministic engine,
 whose answers are as long as the prompts.
@@ -26,6 +26,8 @@ STORE_BYTES = 512 << 20
 # Of the run's command and of all that it starts, Ray's own processes and the object store included. Seen: 2.9 GiB with
 # 2,000 rows, 4.0 with 20,000, whose rows and answers are 4 GB.
 MOST_BYTES = 5 << 30
+# Less than this isn't a run's processes: then it is the measuring that is wrong.
+LEAST_BYTES = 1 << 30
 # Few tokens for so many bytes: the row must fit the model's context.
 PADDING = " responsibilities" * 5_880
 NUM_ROWS, FEW_ROWS = 20_000, 2_000
@@ -36,7 +38,6 @@ class Memory:
 
     def __init__(self, root: psutil.Process) -> None:
         self.peak = 0
-        self.by_name: dict[str, int] = {}
         self._root = root
         self._ended = threading.Event()
 
@@ -52,14 +53,12 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.5):
-            now: dict[str, int] = {}
+            total = 0
             with suppress(psutil.Error):
                 for process in [self._root, *self._root.children(recursive=True)]:
                     with suppress(psutil.Error):
-                        name = process.name()
-                        now[name] = now.get(name, 0) + process.memory_full_info().pss
-            if sum(now.values()) > self.peak:
-                self.peak, self.by_name = sum(now.values()), now
+                        total += process.memory_full_info().pss
+            self.peak = max(self.peak, total)
 
 
 def write_rows(path: Path, number: int, until: Path) -> None:
@@ -104,6 +103,7 @@ def test_rows_of_a_hundred_kilobytes_take_bounded_memory_and_are_kept_when_a_run
             _, said = run.communicate(timeout=300)
     assert run.returncode == ExitStatus.INTERRUPTED, said
     kept = num_staged(output)
+    assert number * 4 // 10 <= kept < number
 
     with subprocess.Popen(command, **told) as run:
         second = Memory(psutil.Process(run.pid))
@@ -114,4 +114,4 @@ def test_rows_of_a_hundred_kilobytes_take_bounded_memory_and_are_kept_when_a_run
     assert manifest["rows"]["responses"] == number
     assert manifest["computed"]["rows"] == number - kept
     assert read_table(output, "responses")["source_line"].to_pylist() == list(range(1, number + 1))
-    assert first.peak < MOST_BYTES and second.peak < MOST_BYTES
+    assert LEAST_BYTES < first.peak < MOST_BYTES and LEAST_BYTES < second.peak < MOST_BYTES
